@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar
 from sparsity.core.trees import join_names
 
 T = TypeVar("T")
-_NUMBERED = re.compile(r"(?:^|.*?[/._])\d+(?=[/._]|$)")  # up to the first number of a path
+_NUMBER = re.compile(r"(?:^|[/._])\d+(?=[/._]|$)")  # between marks of a path
 Key: TypeAlias = str | tuple[str, ...] | re.Pattern[str]  # names leaves; see `matches`
 # Values by key. A type checker rejects a dict of strings where a mapping of `Key` is meant.
 Named: TypeAlias = (
@@ -18,18 +18,27 @@ Named: TypeAlias = (
 )
 
 
-def name_block(path: tuple[str, ...]) -> str:
-    """Returns the name of the block of a parameter: its path up to the first number.
+def name_blocks(paths: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
+    """Returns the name of the block of each parameter: its path up to a number.
+
+    The number is the first in which the paths differ: names of the whole model may have numbers.
 
     Example:
-      >>> name_block(("model.layers.3.mlp.up.weight",)), name_block(("Dense_0", "kernel"))
-      ('model.layers.3', 'Dense_0')
-      >>> name_block(("head", "kernel"))
-      'head/kernel'
+      >>> names = [f"model.layers.{i}.{name}.weight" for i in range(2) for name in ("up", "down")]
+      >>> [*name_blocks((name,) for name in names).values()]
+      ['model.layers.0', 'model.layers.0', 'model.layers.1', 'model.layers.1']
+      >>> [*name_blocks([("Net_0", f"Layer_{i}", "kernel") for i in range(2)]).values()]
+      ['Net_0/Layer_0', 'Net_0/Layer_1']
     """
-    name = join_names(path)
-    numbered = _NUMBERED.match(name)
-    return numbered.group() if numbered else name
+    prefixes = {}
+    for path in paths:
+        name = join_names(path)
+        ends = [match.end() for match in _NUMBER.finditer(name)]
+        prefixes[path] = [name[:end] for end in ends] or [name]
+    level, deepest = 0, max(map(len, prefixes.values()), default=1) - 1
+    while level < deepest and len({x[min(level, len(x) - 1)] for x in prefixes.values()}) < 2:
+        level += 1
+    return {path: x[min(level, len(x) - 1)] for path, x in prefixes.items()}
 
 
 def best_key(keys: Iterable[Key], name: str) -> Key | None:

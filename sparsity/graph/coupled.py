@@ -27,7 +27,6 @@ from sparsity.core.checks import (
     check_bool,
     check_fraction,
     check_int,
-    check_iterable,
     check_kind,
     is_traced,
 )
@@ -187,12 +186,23 @@ class Coupled(DataclassBase):
         check_kind("rates", self.rates, Mapping | None, "a dict {group: sparsity}")
         for key, rate in (self.rates or {}).items():
             check_fraction(f"rates[{key!r}]", rate)
+        if self.rates is not None and self.across:
+            raise ValueError(
+                "rates gives each group a sparsity, and across lets groups compete: give one of "
+                f"both, got rates = {self.rates!r}, across = {self.across!r}."
+            )
         if self.groups is not None and not callable(self.groups):
-            check_iterable("groups", self.groups)
+            check_kind("groups", self.groups, Collection, "a name, several, or a function")
             for key in _list_keys(self.groups):
                 find_matching(self.graph.groups, key, "groups")
         for key in self.rates or {}:
-            find_matching(self.graph.groups, key, "rates")
+            if not any(map(self.chooses, find_matching(self.graph.groups, key, "rates"))):
+                raise ValueError(f"rates: {key!r} names no group that `groups` chooses.")
+        if not any(map(self.chooses, self.graph.groups)) and self.graph.groups:
+            raise ValueError(
+                f"groups and rates choose no group of the model, got groups = {self.groups!r}, "
+                f"rates = {self.rates!r}."
+            )
         check_int("order", self.order, 1, 2)
         check_bool("normalize", self.normalize)
         is_nbytes = isinstance(self.across, str) and self.across == "nbytes"
@@ -230,7 +240,7 @@ class Coupled(DataclassBase):
     def masked_paths(self, params: Params, sparsities: Sparsities) -> set[KeyPath]:
         """Returns the key paths of parameters that get masks: members of groups with a sparsity."""
         groups = self.place_groups(params, sparsities)
-        return {member.key_path for group in groups for member in group.members}
+        return {x.key_path for group in groups for x in group.members} | {*_list_empty(params)}
 
     def count_channels(self, params: Params, sparsities: Sparsities) -> dict[Variable, Fraction]:
         """Counts the channels that stay of each group of `graph`, for sparsities in Python.
@@ -239,7 +249,8 @@ class Coupled(DataclassBase):
         """
         groups = self.place_groups(params, sparsities)
         counts = zip(groups, self.count_by_sparsity(groups), strict=True)
-        return {group.full.variable: Fraction(float(n)) for group, n in counts}
+        sizes = {group.full.variable: Fraction(float(n)) for group, n in counts}
+        return sizes | self._find_gone(params)
 
     def select_tree(self, scores: ScoreTree, sparsities: Sparsities) -> Masks:
         """Returns masks of all members; the channels of the highest importance stay."""
@@ -343,7 +354,7 @@ class Coupled(DataclassBase):
         leaves = graph.parameters.match(tree)
         shapes = {parameter.path: arrays[key_path].shape for key_path, parameter in leaves.items()}
         all_axes = graph.removal.list_parameter_axes()
-        sizes = solve_sizes(all_axes, shapes, self.plan)
+        sizes = solve_sizes(all_axes, shapes, self.plan, graph.removal.may_be_empty)
         key_paths = {x.path: key_path for key_path, x in leaves.items() if _is_inexact(x)}
         rates = trees.leaves_by_path(sparsities)
         targets = rates | trees.leaves_by_path(self.targets)
@@ -445,6 +456,8 @@ class Coupled(DataclassBase):
             masks = sharding.shard_like(leaves[0], spread_chosen, leaves, extra)
             masks = [*map(sharding.place_like, leaves[0], masks)]
         masks_by_path = dict(zip(key_paths, masks, strict=True))
+        for key_path, leaf in _list_empty(member_trees[0]).items():
+            masks_by_path.setdefault(key_path, jnp.ones(leaf.shape, jnp.uint8))
         return trees.map_matched(lambda key_path, _: masks_by_path.get(key_path), member_trees[0])
 
     def _sum_importance(self, groups: Sequence[PlacedGroup], leaves: Leaves) -> list[jax.Array]:
@@ -549,13 +562,31 @@ class Coupled(DataclassBase):
         ranks = self.rank_across(importance, cost.list_savings(sizes))
         return list(limit_counts(best_that_fit(ranks, lambda n: is_within(limit_counts(n)))))
 
+    def _find_gone(self, tree: PyTree) -> dict[Variable, Fraction]:
+        """Returns {variable: 0} of the groups that have lost all channels."""
+        if not _list_empty(tree):
+            return {}
+        arrays, leaves = trees.leaves_by_path(tree), self.graph.parameters.match(tree)
+        shapes = {parameter.path: arrays[key_path].shape for key_path, parameter in leaves.items()}
+        removal = self.graph.removal
+        axes = removal.list_parameter_axes()
+        sizes = solve_sizes(axes, shapes, self.plan, removal.may_be_empty)
+        return {variable: Fraction(0) for variable, size in sizes.items() if not size}
+
     def _count_cost(self, groups: Sequence[PlacedGroup], tree: PyTree) -> Cost:
         """Returns the cost of the model: multiply-adds, or bytes of the parameters of a tree."""
-        sizes = {group.full.variable: Cost.variable(i) for i, group in enumerate(groups)}
+        sizes: dict[Variable, PyTree] = {**self._find_gone(tree)}
+        sizes |= {group.full.variable: Cost.variable(i) for i, group in enumerate(groups)}
         if self.across == "nbytes":
             paths = {x.path for x in self.graph.parameters.match(tree).values()}
             return Cost.convert(self.graph.costs.count_small_bytes(sizes, paths))
         return Cost.convert(self.graph.costs.count_small_macs(sizes))
+
+
+def _list_empty(tree: PyTree) -> Leaves:
+    """Returns the arrays without entries, which groups that are gone have left."""
+    leaves = trees.leaves_by_path(tree).items()
+    return {key_path: x for key_path, x in leaves if hasattr(x, "shape") and not x.size}
 
 
 _IMPLEMENTATION: type[TreeScope] = Coupled  # lets mypy check the methods
@@ -576,7 +607,8 @@ def _scale_ramp(final: float, sparsity: chex.Numeric, target: chex.Numeric) -> c
         return final
     xp = _namespace(sparsity, target)
     share = xp.float32(sparsity) / xp.maximum(xp.float32(target), np.finfo(np.float32).tiny)
-    ramped: chex.Numeric = xp.where(xp.float32(target) > 0, xp.float32(final) * share, 0)
+    # A parameter at 0 has no ramp.
+    ramped: chex.Numeric = xp.where(xp.float32(target) > 0, xp.float32(final) * share, final)
     return ramped
 
 

@@ -8,6 +8,7 @@ that computes f. A block is the branches in a row whose parameters have one name
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,17 +17,19 @@ import jax.numpy as jnp
 
 from sparsity.core import trees
 from sparsity.core.arrays import promote
-from sparsity.core.names import name_block
+from sparsity.core.names import name_blocks
 from sparsity.core.trees import Path, PyTree
 from sparsity.graph.readers import Bias
 from sparsity.graph.traced_model import Model
 from sparsity.graph.uses import Use
-from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.program import Equation, Program, Value
 from sparsity.programs.walk import Interpreter
 
 _SUMS = ("add", "add_any")
-_KEEP_ZERO = (*_SUMS, "sub", "mul", "div", "neg", "convert_element_type", "copy")
+_KEEP_ZERO = (
+    *_SUMS, "sub", "mul", "div", "neg", "convert_element_type", "copy",
+    "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim",
+)  # fmt: skip
 
 
 class ResidualBranch(NamedTuple):
@@ -58,18 +61,22 @@ class ResidualBlock(NamedTuple):
 
 
 def find_blocks(
-    model: Model, products: Sequence[Use], biases: Mapping[Path, Bias]
+    model: Model, uses: Sequence[Use], biases: Mapping[Path, Bias]
 ) -> list[ResidualBlock]:
     """Returns the blocks of a model in order, those outside of loops.
 
     Args:
       model: the model.
-      products: the products that read parameters.
+      uses: the products and lookups that read parameters.
       biases: the parameters that shift the outputs of others.
     """
-    readers: dict[Equation, list[Path]] = {}
-    for use in products:
-        readers.setdefault(use.equation, []).append(use.path)
+    counts = Counter(use.path for use in uses)
+    readers = {
+        use.equation: use.path
+        for use in uses
+        # Others read or join the parameter, or the product reads a function of it.
+        if counts[use.path] == 1 and use.view.scale is not None and not use.view.has_other_entries
+    }
     streams: dict[Value, Value] = {}  # {sum of a stream and a branch: the stream before}
     branches = []
     for equation in model.program.flat_equations():
@@ -77,19 +84,22 @@ def find_blocks(
             continue
         for stream, branch in itertools.permutations(equation.inputs):
             paths = _find_zeros(model, branch, readers, biases)
-            if paths and _reads(model.program, branch, _list_streams(stream, streams)):
+            if paths and not _list_streams(stream, streams).isdisjoint(
+                _list_makers(model.program, branch)
+            ):
                 name = trees.join_names(paths[0])
                 branches.append(ResidualBranch(name, tuple(paths), stream, equation.outputs[0]))
                 streams[equation.outputs[0]] = stream
                 break
-    grouped = itertools.groupby(branches, lambda branch: name_block(branch.paths[0]))
+    names = name_blocks(branch.paths[0] for branch in branches)
+    grouped = itertools.groupby(branches, lambda branch: names[branch.paths[0]])
     return [ResidualBlock(name, tuple(members)) for name, members in grouped]
 
 
 def _find_zeros(
     model: Model,
     value: Value,
-    readers: Mapping[Equation, Sequence[Path]],
+    readers: Mapping[Equation, Path],
     biases: Mapping[Path, Bias],
 ) -> list[Path]:
     """Returns the parameters without which a value is 0: weights, then their biases.
@@ -106,13 +116,17 @@ def _find_zeros(
         if equation is None:
             return None  # a constant, or an input
         if equation in readers:
-            return [*readers[equation]]
-        if equation.name not in _KEEP_ZERO and equation.name not in LAYOUTS:
+            return [readers[equation]]
+        if equation.name not in _KEEP_ZERO:
             return None
-        inputs = equation.inputs[:1] if equation.name == "div" else equation.inputs
-        parts = [find(x) for x in inputs]
-        if equation.name == "mul":  # a factor of 0 is enough
-            return next((part for part in parts if part), None)
+        if equation.name in ("mul", "div"):  # a factor of 0 is enough, unless the other is infinite
+            factors = equation.inputs[: 1 if equation.name == "div" else 2]
+            for factor, other in zip(factors, equation.inputs[::-1], strict=False):
+                writers = {x for x in readers if x.outputs[0] in _list_makers(model.program, other)}
+                if (paths := find(factor)) and not {readers[x] for x in writers} & {*paths}:
+                    return paths
+            return None
+        parts = [find(x) for x in equation.inputs]
         return None if None in parts else [path for part in parts for path in part or ()]
 
     weights = list(dict.fromkeys(find(value) or ()))
@@ -129,17 +143,15 @@ def _list_streams(stream: Value, streams: Mapping[Value, Value]) -> set[Value]:
     return earlier
 
 
-def _reads(program: Program, branch: Value, streams: set[Value]) -> bool:
-    """Returns whether a branch is computed from one of some values."""
-    pending, seen = [branch], set[Value]()
+def _list_makers(program: Program, value: Value) -> set[Value]:
+    """Returns a value, and all values that it is computed from."""
+    pending, seen = [value], set[Value]()
     while pending:
         value = pending.pop()
-        if value in streams:
-            return True
         if value not in seen and value in program.makers:
             pending += program.makers[value].inputs
         seen.add(value)
-    return False
+    return seen
 
 
 class _Recorder(Interpreter[jax.Array]):

@@ -536,7 +536,7 @@ class Graph:
           >>> [block.name for block in graph.blocks]
           ['layers/0', 'layers/1', 'layers/2']
         """
-        return find_blocks(self.model, self.tracker.products, self.biases)
+        return find_blocks(self.model, self.uses, self.biases)
 
     def drop(self, params: Tree, keys: str | Iterable[str]) -> Masks:
         """Returns masks without which blocks or branches are 0: `sparsity.shrink` cuts them.
@@ -600,6 +600,11 @@ class Graph:
         self.parameters.check_complete(params)
         if not (listed := list(batches)):
             raise ValueError("batches has no batch: give at least one.")
+        if len(self.model.example[1]) != 1:
+            raise ValueError(
+                "rank_blocks calls fn(params, batch), and batches has one value for each call: "
+                "trace a function of two arguments."
+            )
         if not self.blocks:
             raise ValueError(
                 "The model has no residual blocks outside of loops. Layers within a scan cannot go "

@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 import fnmatch
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -72,12 +72,16 @@ class ChannelGroup:
     def matches(self, key: str) -> bool:
         """Returns whether a key is the kind, the name, or a pattern of the name or its beginning.
 
+        The name of a stream counts as a whole alone.
+
         Example:
           >>> group = ChannelGroup("layers/3/mlp/up:1", 8, (), (), Axis(8), kind="hidden")
           >>> [group.matches(key) for key in ("hidden", "layers/*/mlp", "layers/4")]
           [True, True, False]
         """
-        patterns = (key, *(f"{key}{mark}*" for mark in "/.:"))
+        patterns = [key]
+        if self.kind != "stream":  # which has the name of the first layer that writes it
+            patterns += [f"{key}{mark}*" for mark in "/.:"]
         return key == self.kind or any(fnmatch.fnmatchcase(self.name, x) for x in patterns)
 
 
@@ -294,8 +298,16 @@ def list_kept_indices(
     return kept
 
 
-def solve_kept_indices(parameters: ParameterAxes, cut: PlanLike) -> dict[Variable, np.ndarray]:
+def solve_kept_indices(
+    parameters: ParameterAxes, cut: PlanLike, may_be_empty: Container[Variable]
+) -> dict[Variable, np.ndarray]:
     """Returns the entries that a cut keeps of each variable, at any batch size.
+
+    Args:
+      parameters: the parameters with their axes.
+      cut: the cut.
+      may_be_empty: variables that may lose all entries; of an axis without entries, other factors
+        stay whole.
 
     Raises:
       ValueError: the cut has a parameter that the model does not have, or of another shape, or
@@ -318,6 +330,8 @@ def solve_kept_indices(parameters: ParameterAxes, cut: PlanLike) -> dict[Variabl
                 full.update(list_variables(axis))
                 continue
             for variable, entries in _find_kept_entries(axis, index).items():
+                if not entries.shape[-1] and variable not in may_be_empty:
+                    continue
                 # An axis without entries tells nothing of its factors: others do.
                 if variable not in kept or entries.shape[-1] > kept[variable].shape[-1]:
                     kept[variable] = entries
@@ -355,7 +369,10 @@ def _find_kept_entries(axis: Axis, index: np.ndarray) -> dict[Variable, np.ndarr
 
 
 def solve_sizes(
-    parameters: ParameterAxes, shapes: Mapping[Path, tuple[int, ...]], cut: PlanLike | None = None
+    parameters: ParameterAxes,
+    shapes: Mapping[Path, tuple[int, ...]],
+    cut: PlanLike | None = None,
+    may_be_empty: Container[Variable] = (),
 ) -> AxisSizes:
     """Returns the sizes of all variables that lose entries.
 
@@ -366,6 +383,7 @@ def solve_sizes(
       parameters: the parameters of the model, with their axes.
       shapes: {path: shape} in the smaller model; some parameters may be missing.
       cut: decides where shapes are ambiguous, as for two parts of one axis.
+      may_be_empty: variables that may lose all entries.
 
     Raises:
       ValueError: no sizes give these shapes, or several do; the parameter is named.
@@ -388,7 +406,8 @@ def solve_sizes(
             "by small.updater(pruner) or Coupled(graph, plan=plan), which know the cut."
         )
     if cut is not None:
-        kept = {v: index.shape[-1] for v, index in solve_kept_indices(parameters, cut).items()}
+        indices = solve_kept_indices(parameters, cut, may_be_empty)
+        kept = {v: index.shape[-1] for v, index in indices.items()}
         for _, _, axis, _ in ambiguous:
             sizes |= {v: kept.get(v, v.size) for v in _list_unknowns(axis, sizes)}
     for parameter, axis_index, axis, size in equations:

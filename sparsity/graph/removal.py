@@ -477,6 +477,11 @@ class Removal:
         return {parameters[i].path for n, i in pairs if program.outputs[n] is not program.inputs[i]}
 
     @functools.cached_property
+    def may_be_empty(self) -> set[Variable]:
+        """Variables of groups of which all channels may go."""
+        return {group.variable for group in self.channels.groups} - self.never_empty
+
+    @functools.cached_property
     def never_empty(self) -> set[Variable]:
         """Variables of which an entry must stay: sums and maxima run over them, or groups are."""
         axes: list[Axis] = [*self.coupling.feature_groups.values()]

@@ -301,7 +301,8 @@ def solve_proven_indices(graph: Graph, plan: Plan) -> KeptIndices:
     Raises:
       ValueError: removing the other entries differs from masking them.
     """
-    kept_indices = solve_kept_indices(graph.removal.list_parameter_axes(), plan)
+    may_be_empty = graph.removal.may_be_empty
+    kept_indices = solve_kept_indices(graph.removal.list_parameter_axes(), plan, may_be_empty)
     removable = {group.variable for group in graph.groups}
     reasons = {(x.path, x.axis): x.explain() for x in graph.refused}
     for parameter, axes in graph.removal.list_parameter_axes():

@@ -299,7 +299,9 @@ class Small(Generic[Tree]):
     @functools.cached_property
     def _sizes(self) -> dict[Variable, int]:
         """Sizes of the variables that lose entries."""
-        kept_indices = solve_kept_indices(self.before.removal.list_parameter_axes(), self.plan)
+        removal = self.before.removal
+        axes = removal.list_parameter_axes()
+        kept_indices = solve_kept_indices(axes, self.plan, removal.may_be_empty)
         return {variable: index.shape[-1] for variable, index in kept_indices.items()}
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import sparsity
 from sparsity.calibration import ADMM, BlockRefit
-from sparsity.core.names import name_block
+from sparsity.core.names import name_blocks
 
 RNG = np.random.default_rng(0)
 
@@ -104,10 +104,15 @@ def test_a_block_of_bfloat16_keeps_its_dtype():
 
 
 def test_blocks_are_named_by_the_first_number_or_by_the_user():
-    assert name_block(("model.layers.12.mlp.up.weight",)) == "model.layers.12"
-    assert name_block(("layers", "0", "kernel")) == "layers/0"
-    assert name_block(("Dense_3", "kernel")) == "Dense_3"
-    assert name_block(("conv1", "kernel")) == "conv1/kernel"
+    names = {
+        ("model.layers.12.mlp.up.weight",): "model.layers.12",
+        ("layers", "0", "kernel"): "layers/0",
+        ("Dense_3", "kernel"): "Dense_3",
+        ("conv1", "kernel"): "conv1/kernel",
+    }
+    assert name_blocks(names) == names
+    nested = [("Net_0", f"Block_{i}", f"Dense_{j}") for i in range(2) for j in range(2)]
+    assert {*name_blocks(nested).values()} == {"Net_0/Block_0", "Net_0/Block_1"}
     _, _, report = sparsity.oneshot(
         make_pruner(), model, PARAMS, X, BlockRefit(steps=1), blocks=lambda path: path[0][:6]
     )

@@ -229,5 +229,83 @@ def test_an_updater_goes_on_without_the_groups_that_are_gone(model):
     small = sparsity.shrink(graph, params, graph.drop(params, "*layers.0.mlp*"))
     for updater in (small.updater(pruner), pruner):
         masks = updater.instant_sparsify(small.params)[1]
-        assert masks["model.layers.0.mlp.up_proj.weight"] is None
+        assert masks["model.layers.0.mlp.up_proj.weight"].shape == (0, 16)
         assert masks["model.layers.1.mlp.up_proj.weight"][:, 0].sum() == 12
+
+
+def test_a_budget_and_a_ramp_go_on_after_a_drop(model):
+    params, graph = model
+    scope = sparsity.Coupled(graph, groups="hidden")
+    ramp = sparsity.MagnitudePruning(
+        scope=scope,
+        sparsity_distribution_fn=sparsity.Uniform(0.5),
+        scheduler=sparsity.PolynomialSchedule(1, 0, 3),
+    )
+    state = ramp.wrap_optax(optax.sgd(0.0)).init(params)
+    small = sparsity.shrink(graph, params, graph.drop(params, "*layers.0.mlp*"), state)
+    tx, state = small.updater(ramp).wrap_optax(optax.sgd(0.0)), small.opt_state
+    for _ in range(4):
+        _, state = tx.update(jax.tree.map(jnp.zeros_like, small.params), state, small.params)
+    masks = sparsity.get_sparse_state(state).masks
+    assert masks["model.layers.1.mlp.up_proj.weight"][:, 0].sum() == 12
+    for across in (False, True):
+        pruner = sparsity.MagnitudePruning(
+            scope=sparsity.Coupled(graph, groups="hidden", across=across),
+            sparsity_distribution_fn=sparsity.budget(graph, macs=0.65),
+        )
+        pruned, masks = small.updater(pruner).instant_sparsify(small.params)
+        macs = sparsity.shrink(small.graph, pruned, masks).macs()
+        assert 0.55 * graph.macs() < macs <= 0.65 * graph.macs()
+
+
+FUNCTIONS = {
+    "joined": lambda p, x: x @ (p["w"] + p["a"] @ p["b"]),
+    "shifted": lambda p, x: x @ (1 + p["w"]),
+    "softmax": lambda p, x: x @ jax.nn.softmax(p["w"], 0),
+    "weight norm": lambda p, x: x @ (p["w"] / jnp.linalg.norm(p["w"], axis=0)),
+    "ratio": lambda p, x: (y := x @ p["w"]) / jnp.linalg.norm(y, axis=-1, keepdims=True),
+    "norm": lambda p, x: (y := x @ p["w"]) * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True)),
+    "sums": lambda p, x: lax.cumlogsumexp(x @ p["w"], 1),
+    "places": lambda p, x: lax.top_k(x @ p["w"], 8)[1].astype(jnp.float32),
+    "tied": lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"],
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_that_are_not_0_without_their_weight_are_no_branches(name):
+    shapes = {"w": (8, 8), "a": (8, 2), "b": (2, 8), "head": (8, 3)}
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    branch = FUNCTIONS[name]
+    model = lambda params, x: (x + branch(params, jnp.tanh(x))) @ params["head"]  # noqa: E731
+    assert sparsity.trace(model, params, jnp.ones((4, 8))).blocks == []
+
+
+def convolve(x, kernel, groups=1):
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        (1, 1),
+        "SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=groups,
+    )
+
+
+@pytest.mark.parametrize("masked", [["c1"], ["c2"], ["d"], ["c1", "c2", "d"]], ids=str)
+@pytest.mark.parametrize("groups", [1, 4])
+def test_convolutions_before_a_flatten_and_in_groups_vanish(masked, groups):
+    def model(params, x):
+        x = jax.nn.relu(convolve(x, params["c1"]))
+        x = jax.nn.relu(convolve(x, params["c2"], groups))
+        return x.reshape(len(x), -1) @ params["d"] + 1.0
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = {"c1": (1, 1, 3, 8), "c2": (3, 3, 8 // groups, 8), "d": (8 * 16, 5)}
+    params = {n: jax.random.normal(k, s) for k, (n, s) in zip(keys, shapes.items(), strict=False)}
+    x = jax.random.normal(keys[3], (2, 4, 4, 3))
+    graph = sparsity.trace(model, params, x)
+    masks = dict.fromkeys(params) | {n: np.zeros(shapes[n], np.uint8) for n in masked}
+    small = sparsity.shrink(graph, params, masks)
+    expected = model(sparsity.masks.apply_masks(params, masks), x)
+    np.testing.assert_allclose(jax.jit(small.apply)(small.params, x), expected, atol=1e-5)
+    assert small.graph.macs() == small.macs() < graph.macs()

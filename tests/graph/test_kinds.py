@@ -220,3 +220,40 @@ def test_the_table_tells_kinds_and_what_half_of_the_channels_save(language_model
     small = sparsity.shrink(graph, sparsity.masks.apply_masks(params, masks), masks)
     macs = sparsity.trace(small.apply, small.params, TOKENS).macs()
     assert row[4] == f"{1 - macs / graph.macs():.1%}"
+
+
+def test_choices_that_contradict_or_choose_nothing_are_errors(language_model):
+    graph = language_model[2]
+    for options in ({"groups": []}, {"groups": lambda group: False}, {"rates": {}}):
+        with pytest.raises(ValueError, match="choose no group"):
+            sparsity.Coupled(graph, **options)
+    with pytest.raises(ValueError, match="groups must be"):
+        sparsity.Coupled(graph, groups=(name for name in ["hidden"]))
+    with pytest.raises(ValueError, match="across lets groups compete"):
+        sparsity.Coupled(graph, rates={"hidden": 0.5}, across=True)
+    with pytest.raises(ValueError, match="rates: 'stream' names no group that `groups` chooses"):
+        sparsity.Coupled(graph, groups="hidden", rates={"stream": 0.5})
+
+
+def test_the_name_of_a_layer_does_not_choose_the_stream(language_model):
+    kept, _ = prune(language_model, groups="model.layers.0.mlp")
+    assert kept[STREAM] == 16
+    assert kept["layers.0.mlp.gate_proj.weight:0"] == 12
+
+
+@pytest.mark.parametrize("sparsity_of_others", [0.0, 0.5])
+def test_rates_hold_along_a_ramp_where_parameters_have_a_sparsity_of_0(
+    language_model, sparsity_of_others
+):
+    _, params, graph = language_model
+    pruner = sparsity.MagnitudePruning(
+        scope=sparsity.Coupled(graph, rates={"hidden": 0.5}),
+        sparsity_distribution_fn=sparsity.Uniform(sparsity_of_others),
+        scheduler=sparsity.PolynomialSchedule(1, 0, 3),
+    )
+    tx = pruner.wrap_optax(optax.sgd(0.0))
+    state = tx.init(params)
+    for _ in range(5):
+        _, state = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
+    mask = sparsity.get_sparse_state(state).masks["model.layers.0.mlp.up_proj.weight"]
+    assert mask[:, 0].sum() == 12

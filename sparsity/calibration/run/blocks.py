@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from sparsity.calibration.statistics.capture import Calibration
@@ -35,12 +35,14 @@ class BlockPlan:
 
     Args:
       calibration: the uses of the weights to prune.
-      name_block: returns the name of the block of a parameter.
+      names: the name of the block of each parameter to prune.
       window: the number of blocks in a row that are refitted and written together.
     """
 
-    def __init__(self, calibration: Calibration, name_block: BlockNameFn, window: int = 1) -> None:
-        self.calibration, self.window, self._name_block = calibration, window, name_block
+    def __init__(
+        self, calibration: Calibration, names: Mapping[Path, str], window: int = 1
+    ) -> None:
+        self.calibration, self.window, self._names = calibration, window, names
         products = calibration.graph.tracker.products
         self._layered = {scan for use in products for scan in use.view.scans}
         self._spans: dict[Program, list[Span]] = {}
@@ -168,7 +170,7 @@ class BlockPlan:
                 spans.append(Span(index, index + 1, self.name_scan(equation), is_scan=True))
                 start, name = index + 1, ""
             elif uses := self.list_uses(equation):
-                block = self._name_block(self.calibration.uses[uses[0]].path)
+                block = self._names[self.calibration.uses[uses[0]].path]
                 if name and name != block:  # cut where the fewest bytes pass
                     cut = min(range(last_stop + 1, index + 1), key=lambda i: (live[i], i))
                     spans.append(Span(start, cut, name))

@@ -55,7 +55,7 @@ class Options(NamedTuple):
     fn: ModelFn
     out: str | os.PathLike[str] | None
     row_weights: RowWeights | None
-    blocks: BlockNameFn
+    blocks: BlockNameFn | None
     held: Iterable[PyTree] | None
     metric: Callable[[PyTree], chex.Numeric] | None
     sequential: bool
@@ -104,7 +104,7 @@ class Run:
         if options.out is not None:
             self.folder = self._open_folder(options.out, source, leaves)
         window = self.block_refit.window if self.block_refit else 1
-        plan = BlockPlan(lanes[0][0].calibration, self.options.blocks, window)
+        plan = BlockPlan(lanes[0][0].calibration, self.names, window)
         owners = Counter(map(id, leaves.values()))
         donated = [x for x in plan.list_read_once() if options.donate and owners[id(leaves[x])] < 2]
         self.weights = weights = ModelWeights(leaves, self.folder, donated)

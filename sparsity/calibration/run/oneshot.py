@@ -33,7 +33,7 @@ from sparsity.core.checks import (
     check_kind,
     check_values,
 )
-from sparsity.core.names import name_block
+from sparsity.core.names import name_blocks
 from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
 from sparsity.masks import has_statement
 from sparsity.training.base_updater import BaseUpdater
@@ -163,7 +163,6 @@ def oneshot(
       >>> oneshot(pruner, lambda params, x: x @ params, params, [x])[0].T
       Array([[4., 0.]], dtype=float32)
     """
-    blocks = name_block if blocks is None else blocks
     flags = sequential, donate, progress, dry_run
     options = Options(fn, out, row_weights, blocks, held, metric, *flags)
     _check_arguments(pruner, batches, options)
@@ -193,13 +192,15 @@ def _start(
         check_values("batches", batches, remedy)
     like, leaves = _read_leaves(tree)
     task = make_task(pruner, matrix_refit, options.fn, like, batches[0])
-    if options.dry_run:
-        window = block_refit.window if block_refit else 1
-        plan = BlockPlan(task.make_calibration(), options.blocks, window)
-        return DryRun.measure(task, plan, len(batches), block_refit)
-    names = {path: options.blocks(path) for path in task.sites}
+    names = name_blocks(task.sites)
+    if options.blocks is not None:
+        names = {path: options.blocks(path) for path in names}
     for path, name in names.items():
         check_kind(f"blocks({path!r})", name or None, str, "the name of a block")
+    if options.dry_run:
+        window = block_refit.window if block_refit else 1
+        plan = BlockPlan(task.make_calibration(), names, window)
+        return DryRun.measure(task, plan, len(batches), block_refit)
     if block_refit:
         block_refit.check(leaves)
     return Run(task, block_refit, batches, options, names).run(params, leaves)
@@ -239,7 +240,7 @@ def _check_arguments(pruner: BaseUpdater, batches: object, options: Options) -> 
         if isinstance(value, str | bytes | Mapping):
             raise ValueError(f"{name} must be a list or an iterator of batches, got {value!r}.")
     check_function("metric", options.metric, "params", optional=True)
-    check_function("blocks", options.blocks, "path")
+    check_function("blocks", options.blocks, "path", optional=True)
     check_kind("out", options.out, str | os.PathLike | None, "a path or None")
 
 
