@@ -122,8 +122,9 @@ def _find_zeros(
         if equation.name in ("mul", "div"):  # a factor of 0 is enough, unless the other is infinite
             factors = equation.inputs[: 1 if equation.name == "div" else 2]
             for factor, other in zip(factors, equation.inputs[::-1], strict=False):
-                writers = {x for x in readers if x.outputs[0] in _list_makers(model.program, other)}
-                if (paths := find(factor)) and not {readers[x] for x in writers} & {*paths}:
+                makers, paths = _list_makers(model.program, other), find(factor) or []
+                reads_factor = any(readers[x] in paths for x in readers if x.outputs[0] in makers)
+                if paths and not reads_factor:
                     return paths
             return None
         parts = [find(x) for x in equation.inputs]
