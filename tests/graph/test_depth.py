@@ -309,3 +309,41 @@ def test_convolutions_before_a_flatten_and_in_groups_vanish(masked, groups):
     expected = model(sparsity.masks.apply_masks(params, masks), x)
     np.testing.assert_allclose(jax.jit(small.apply)(small.params, x), expected, atol=1e-5)
     assert small.graph.macs() == small.macs() < graph.macs()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda graph: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+        lambda graph: sparsity.MagnitudePruning(
+            scope=sparsity.Coupled(graph, groups="hidden"),
+            sparsity_distribution_fn=sparsity.Uniform(0.5),
+            scheduler=sparsity.PolynomialSchedule(1, 0, 9),
+        ).wrap_optax(optax.adam(1e-2)),
+    ],
+    ids=["clip", "wrapped"],
+)
+def test_training_goes_on_with_the_optimizer_after_a_drop(model, make):
+    params, graph = model
+    masks = graph.drop(params, "*layers.0.mlp*")
+    tx = make(graph)
+    loss = lambda fn: lambda params: jnp.mean(fn(params, TOKENS) ** 2)  # noqa: E731
+
+    def step(fn, tx, params, state, masks):
+        grads = sparsity.masks.apply_masks(jax.grad(loss(fn))(params), masks)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    masked = sparsity.masks.apply_masks(params, masks)
+    state = tx.init(masked)
+    small = sparsity.shrink(graph, masked, masks, state, tx)
+    none = dict.fromkeys(params)
+    for _ in range(3):
+        masked, state = step(llama, tx, masked, state, masks)
+        masked = sparsity.masks.apply_masks(masked, masks)
+    trained, small_state = small.params, small.opt_state
+    for _ in range(3):
+        trained, small_state = step(small.apply, small.tx, trained, small_state, none)
+    np.testing.assert_allclose(
+        small.apply(trained, TOKENS), llama(masked, TOKENS), rtol=1e-3, atol=1e-4
+    )
