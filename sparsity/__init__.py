@@ -96,6 +96,7 @@ from sparsity.lora import merge_lora
 from sparsity.masks import Global, Layerwise, Scope, unpack_masks
 from sparsity.masks.distributions import ERK, Distribution, Uniform
 from sparsity.patterns import Block, Channel, FanIn, NByM, SparsityType, Unstructured
+from sparsity.ranking import rank_groups
 from sparsity.reports import active_masks, check, sparsity_table, summarize_sparsity
 from sparsity.shrinking import Plan, shrink
 from sparsity.sparsity_schedules import (
@@ -186,6 +187,7 @@ __all__ = [
     "prune_at_init",
     "pruning",
     "pruning_apply",
+    "rank_groups",
     "register_algorithm",
     "register_distribution",
     "register_schedule",

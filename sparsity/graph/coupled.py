@@ -28,8 +28,10 @@ from sparsity.core.checks import (
     check_fraction,
     check_int,
     check_kind,
+    check_real_array,
     is_traced,
 )
+from sparsity.core.names import suggest
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, ScoreTree, Sparsities
 from sparsity.graph.graph import Graph
 from sparsity.graph.groups import (
@@ -133,6 +135,9 @@ class Coupled(DataclassBase):
         the groups of `rates`, or all without `rates`.
       rates: sparsities of groups by the same keys, in place of those of their parameters; the last
         key that fits counts.
+      importance: {group: importance of its channels}, [channels] or [layers, channels], in place
+        of sums of scores; `sparsity.rank_groups` returns such a dict. By default only its groups
+        may lose channels.
       order: 1 sums scores, with their sign where an algorithm has one (|w g| becomes the absolute
         value of the sum of w g); 2 takes the root of the sum of squares.
       normalize: divide the score of a member by its number of entries in a channel.
@@ -165,6 +170,7 @@ class Coupled(DataclassBase):
     _: dataclasses.KW_ONLY
     groups: GroupChoice | None = None
     rates: Mapping[str, float] | None = None
+    importance: Mapping[str, np.ndarray] | None = None
     order: int = 1
     normalize: bool = False
     across: bool | Literal["nbytes"] = False
@@ -198,6 +204,8 @@ class Coupled(DataclassBase):
         for key in self.rates or {}:
             if not any(map(self.chooses, find_matching(self.graph.groups, key, "rates"))):
                 raise ValueError(f"rates: {key!r} names no group that `groups` chooses.")
+        if self.importance is not None:
+            self._check_importance(self.importance)
         if not any(map(self.chooses, self.graph.groups)) and self.graph.groups:
             raise ValueError(
                 f"groups and rates choose no group of the model, got groups = {self.groups!r}, "
@@ -215,6 +223,24 @@ class Coupled(DataclassBase):
         check_int("round_to", self.round_to, 1)
         if self.plan is not None and not isinstance(self.plan, PlanLike):
             raise ValueError(f"plan must be a sparsity.Plan or None, got plan = {self.plan!r}.")
+
+    def _check_importance(self, importance: Mapping[str, np.ndarray]) -> None:
+        check_kind("importance", importance, Mapping, "a dict {group: importance of its channels}")
+        for name, numbers in importance.items():
+            group = next((group for group in self.graph.groups if group.name == name), None)
+            if group is None:
+                names = [group.name for group in self.graph.groups]
+                raise ValueError(f"importance: {name!r} is no group. {suggest(name, names)}")
+            shape = (group.layers, group.size) if group.layers else (group.size,)
+            check_real_array(f"importance[{name!r}]", numbers, shape)
+        for group in filter(self.chooses, self.graph.groups):
+            if group.name not in importance:
+                raise ValueError(f"importance has none of the chosen group {group.name!r}.")
+        if self.order != 1 or self.normalize:
+            raise ValueError(
+                "importance takes the place of sums of scores, which order and normalize change: "
+                f"leave these, got order = {self.order!r}, normalize = {self.normalize!r}."
+            )
 
     def check(self, pattern: PatternChoice, batch_axes: BatchAxes, topk_fn: TopkFn | None) -> None:
         """Raises a ValueError for other ways to select: patterns, batch axes, a topk_fn."""
@@ -289,6 +315,13 @@ class Coupled(DataclassBase):
 
         return self.make_masks(groups, move, [masks, drop, grow], drop_fraction)
 
+    def score_channels(self, scores: ScoreTree) -> dict[str, jax.Array]:
+        """Returns {name of a group: importance}, [channels] or [layers, channels]."""
+        zeros = jax.tree.map(lambda _: 0.0, scores)
+        groups = [group for group in self.place_groups(scores, zeros) if group.scored]
+        importance = self._sum_importance(groups, trees.leaves_by_path(scores))
+        return {x.full.name: y for x, y in zip(groups, importance, strict=True)}
+
     # Hooks of subclasses.
 
     def is_scored(self, graph: Graph, path: Path, axis: int) -> bool:
@@ -338,7 +371,8 @@ class Coupled(DataclassBase):
     def chooses(self, group: ChannelGroup) -> bool:
         """Returns whether channels of a group may go."""
         if self.groups is None:
-            return self.rates is None or self._find_rate(group) is not None
+            is_ranked = self.importance is None or group.name in self.importance
+            return is_ranked and (self.rates is None or self._find_rate(group) is not None)
         if callable(self.groups):
             return bool(self.groups(group))
         return any(group.matches(key) for key in _list_keys(self.groups))
@@ -462,6 +496,8 @@ class Coupled(DataclassBase):
 
     def _sum_importance(self, groups: Sequence[PlacedGroup], leaves: Leaves) -> list[jax.Array]:
         """Returns the importance of each group: [channels], or [layers, channels]."""
+        if self.importance is not None:
+            return [self._read_importance(group) for group in groups]
         scores = {x.key_path: leaves[x.key_path] for group in groups for x in group.scored}
         powers = [x.astype(promote(x.dtype, jnp.float32)) for x in scores.values()]
         if self.order == 2:
@@ -471,6 +507,15 @@ class Coupled(DataclassBase):
         by_path = dict(zip(scores, powers, strict=True))
         totals = [_sum_members(group, by_path, self.normalize) for group in groups]
         return [jnp.abs(x) if self.order == 1 else jnp.sqrt(x) for x in totals]
+
+    def _read_importance(self, group: PlacedGroup) -> jax.Array:
+        size, name = group.channels.size, group.full.name
+        if size != group.full.size:
+            raise ValueError(
+                f"importance[{name!r}] is that of {group.full.size} channels, of which {size} are "
+                "left. Rank the groups of the smaller model, and give Coupled its graph."
+            )
+        return jnp.asarray((self.importance or {})[name])
 
     # Numbers of channels.
 

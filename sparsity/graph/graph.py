@@ -488,11 +488,15 @@ class Graph:
         """The channels that can be removed, in the order of the parameters."""
         return self.removal.channels.groups
 
-    def group_table(self) -> str:
+    def group_table(self, importance: Mapping[str, np.ndarray] | None = None) -> str:
         """Returns a table of the groups by kind: channels, and what half of them would save.
 
-        The last columns are shares of the multiply-adds of a call and of the bytes of all
-        parameters, if half of the channels go and all other groups stay whole.
+        Savings are shares of the multiply-adds of a call and of the bytes of all parameters, if
+        half of the channels go and all other groups stay whole.
+
+        Args:
+          importance: shows the least, median and largest importance of a channel, too: a result of
+            `sparsity.rank_groups`.
 
         Example:
           >>> import jax.numpy as jnp
@@ -502,7 +506,10 @@ class Graph:
           >>> graph.group_table().split()[-5:]
           ['up:1', '8', '1', '50.0%', '50.0%']
         """
-        columns = ("channels", "layers", "MACs saved", "bytes saved")
+        importance = {} if importance is None else importance
+        check_kind("importance", importance, Mapping, "a result of sparsity.rank_groups")
+        columns = ["channels", "layers", "MACs saved", "bytes saved"]
+        columns += ["least", "median", "largest"] if importance else []
         table = extras.make_table(("kind", "group"), columns)
         paths = {parameter.path for parameter in self.parameters}
         count_macs = self.costs.count_small_macs
@@ -512,7 +519,10 @@ class Graph:
                 half = {group.variable: Fraction(group.size, 2)}
                 shares = [1 - f(half) / max(f({}), 1) for f in (count_macs, count_bytes)]
                 sizes = f"{group.size:,}", str(group.layers or 1)
-                table.add_row(kind, group.name, *sizes, *(f"{float(x):.1%}" for x in shares))
+                numbers = importance.get(group.name)
+                spread = [] if numbers is None else np.quantile(numbers, (0, 0.5, 1))
+                texts = [f"{float(x):.1%}" for x in shares] + [f"{x:.3g}" for x in spread]
+                table.add_row(kind, group.name, *sizes, *texts)
             table.add_section()
         return extras.as_text(table)
 

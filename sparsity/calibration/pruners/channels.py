@@ -204,7 +204,7 @@ class FLAPPruning(ChannelPruning):
             if statistic is None or statistic.sums is None:  # it reads no channels
                 return sharding.zeros_like(param, np.dtype(np.float32))
             weights = statistic.scale_weights(param)
-            scores = sharding.shard_like(param, _score_fluctuations, weights, statistic)
+            scores = sharding.shard_like(param, score_fluctuations, weights, statistic)
             return sharding.place_like(param, scores)
 
         return trees.map_matched(score, params)
@@ -289,7 +289,7 @@ class FLAPPruning(ChannelPruning):
         return biases
 
 
-def _score_fluctuations(weights: jax.Array, statistic: Statistic) -> jax.Array:
+def score_fluctuations(weights: jax.Array, statistic: Statistic) -> jax.Array:
     """Returns the shares of weights in the importance of their channels."""
     # WIFV_j = sum_i |W_ij|^2 x variance of X_j; the channel sums over its entries of all readers
     matrices, variances = jnp.abs(statistic.to_matrices(weights)), _compute_variances(statistic)
