@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import sparsity
 from tests.helpers import ROOT
 
 CONFIG = {
@@ -148,3 +149,41 @@ def test_the_table_and_the_pictures_have_all_rows(example, tmp_path):
     assert {x.name for x in tmp_path.glob("*.png")} == {
         f"language_model_{theme}.png" for theme in ("light", "dark")
     }
+
+
+@pytest.fixture(scope="module")
+def cuts(example):
+    yield importlib.import_module("benchmarks.language_model")
+    del sys.modules["benchmarks.language_model"]
+
+
+@pytest.fixture(scope="module")
+def data(example, cuts):
+    config = {**CONFIG, "num_hidden_layers": 5}
+    params = example.llama.make_params(config, jax.random.key(0))
+    batches = [{"tokens": tokens} for tokens in draw_tokens(2, 1, 24)]
+    tests = {"text": draw_tokens(2, 24)}
+    model = example.llama.make_model(config)
+    return cuts.Data(config, model, params, batches, draw_tokens(3, 2, 16), tests)
+
+
+@pytest.mark.parametrize("kind", ["blocks", "hidden units", "both", "first layers"])
+def test_a_cut_language_model_is_an_ordinary_llama_within_its_share(cuts, data, kind):
+    params = cuts.cut(data, kind, 0.6)  # compares its logits with those of `small.apply`
+    graph = sparsity.trace(data.model, data.dense, data.batches[0])
+    small = sparsity.trace(cuts.make_small_model(data, params), params, data.batches[0])
+    share = cuts.count_layer_macs(small) / cuts.count_layer_macs(graph)
+    assert 0.5 < share <= 0.6 + 1e-9
+    row = cuts.measure_row(data, kind, 0.6)
+    assert cuts.make_line(row)[1] == kind
+
+
+def test_steps_with_a_cache_compute_the_logits_of_the_model(cuts, data):
+    cuts.check_step(data)
+
+
+def test_masks_of_equal_bytes_take_the_bytes_of_the_cut_model(cuts, data):
+    dense = cuts.measure_row(data, "unstructured", 0.8)["bytes"]
+    layers = sum(x.size for name, x in data.dense.items() if "proj" in name)
+    others = sum(x.size for name, x in data.dense.items() if "proj" not in name)
+    np.testing.assert_allclose(dense, 2 * (others + 0.8 * layers), rtol=0.02)
