@@ -1,15 +1,15 @@
-"""SmolLM2-135M cut by depth, by hidden units and by both, trained, and beside its rivals.
+"""SmolLM2-135M cut by depth, by hidden units and by both, and trained, beside others of its size.
 
 Needs the environment of the example and the folder `dense` that it writes:
 
     bash run.sh example language_model
     examples/language_model/.venv/bin/python -m benchmarks.language_model [--quick] [--write]
 
-Shares are those of the multiply-adds of the layers; the head, 19 % of a call, stays whole. Blocks go
-by cosine, hidden units by Taylor terms of all layers together. The dense model of equal size has the
-first, evenly spaced or random layers. Each model trains for 300 steps of 2 windows of 128 tokens on
-the loss of the tokens plus the divergence from the dense model. Rows go to runs/language_model/cuts,
-where a second call reads those that are there.
+Shares are those of the multiply-adds of the layers; the head, 19 % of a call, stays whole. Blocks
+go by cosine, hidden units by Taylor terms of all layers together. Dense models of equal size have
+the first layers, spaced ones, or random weights. Each model trains for 300 steps of 2 windows
+of 128 tokens on the loss of the tokens plus the divergence from the dense model. Rows are files in
+runs/language_model/cuts, which a second call reads.
 
 --write replaces the section of this benchmark in benchmarks/RESULTS.md.
 """
