@@ -16,7 +16,7 @@ from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import CONTROL, Equation, Program, Value, find_read_values
 from sparsity.programs.walk import Flow
 
-_STEPS = "the layers, or steps, of a scan"
+STEPS = "the layers, or steps, of a scan"
 
 
 class Coupling(Flow[list[Axis]]):
@@ -27,13 +27,14 @@ class Coupling(Flow[list[Axis]]):
 
     Attributes:
       feature_groups: the axis of the feature groups of each grouped convolution.
+      step_axes: the axis of the layers, or steps, of each scan.
     """
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         program, carried = model.program, model.carried
         self.feature_groups: dict[Equation, Axis] = {}
-        self._step_axes: dict[Equation, Axis] = {}
+        self.step_axes: dict[Equation, Axis] = {}
         for value in program.inputs:
             if value not in model.parameter_inputs:
                 self.pin(value, Reason(None, "an input of the model", "input"))
@@ -80,16 +81,15 @@ class Coupling(Flow[list[Axis]]):
 
     def take_layer(self, fact: list[Axis], scan: Equation) -> list[Axis]:
         steps, *axes = fact
-        reason = Reason(scan, _STEPS)
-        pin(steps, reason)
-        unify(steps, self._find_step_axis(scan), reason)
+        unify(steps, self.find_step_axis(scan), Reason(scan, STEPS))
         return axes
 
     def stack_layers(self, fact: list[Axis], scan: Equation) -> list[Axis]:
-        return [self._find_step_axis(scan), *fact]
+        return [self.find_step_axis(scan), *fact]
 
-    def _find_step_axis(self, scan: Equation) -> Axis:
-        return self._step_axes.setdefault(scan, Axis(scan.length, pin=Reason(scan, _STEPS)))
+    def find_step_axis(self, scan: Equation) -> Axis:
+        """Returns the axis of the layers, or steps, of a scan."""
+        return self.step_axes.setdefault(scan, Axis(scan.length))
 
     def visit(self, equation: Equation) -> None:
         name = equation.name

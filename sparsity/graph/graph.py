@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import math
 import operator
+import types
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -17,10 +19,17 @@ from sparsity.core import extras, sharding, trees
 from sparsity.core.checks import check_iterable, check_kind, check_values
 from sparsity.core.extras import draw_bars, pick_axes
 from sparsity.core.names import suggest
-from sparsity.core.trees import Masks, Params, Path, PyTree, Tree
+from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, Tree
 from sparsity.graph.affine import AffineFunctions
 from sparsity.graph.coupling import ANALYSED_PRIMITIVES
-from sparsity.graph.depth import ResidualBlock, compare_streams, find_blocks, measure_loss
+from sparsity.graph.depth import (
+    LayerStack,
+    ResidualBlock,
+    compare_streams,
+    find_blocks,
+    find_stacks,
+    measure_loss,
+)
 from sparsity.graph.groups import ChannelGroup, Refusal
 from sparsity.graph.readers import Bias, PatternAlongInputs, WeightFilter, find_biases
 from sparsity.graph.removal import Removal
@@ -80,11 +89,20 @@ class Costs:
             return macs if product.inserted == 1 else macs * Fraction(1, product.inserted)
 
         if path is None:
-            return _sum_products(self._model.program, count)
+            steps = self._removal.coupling.step_axes
+            trips = {scan: count_entries(axis, sizes) for scan, axis in steps.items()}
+            return _sum_products(self._model.program, count, trips)
         return sum(
-            (1 if use.trips is None else use.trips) * use.view.share * count(use.equation)
+            self._count_trips(use, sizes) * use.view.share * count(use.equation)
             for use in self._list_largest_uses(path)
         )
+
+    def _count_trips(self, use: Use, sizes: Mapping[Variable, Number]) -> Number:
+        """Counts the trips of a product, at smaller sizes of the layers that its loops index."""
+        steps = [self._removal.coupling.step_axes[scan] for scan in use.view.scans]
+        full = math.prod(axis.size for axis in steps)
+        trips = 1 if use.trips is None else use.trips
+        return trips * _multiply_sizes(steps, sizes) * Fraction(1, full or 1)
 
     def count_small_bytes(self, sizes: Mapping[Variable, Number], paths: Container[Path]) -> Number:
         """Counts bytes of some parameters at smaller sizes of some axes."""
@@ -110,15 +128,23 @@ class Costs:
         return list({use.equation: use for use in uses}.values())
 
 
-def _sum_products(program: Program, count: Callable[[Equation], Number]) -> Number:
-    """Sums `count` over the products of a call: the costliest branch, one trip of a `while`."""
+def _sum_products(
+    program: Program,
+    count: Callable[[Equation], Number],
+    trips: Mapping[Equation, Number] = types.MappingProxyType({}),
+) -> Number:
+    """Sums `count` over the products of a call: the costliest branch, one trip of a `while`.
+
+    `trips` has the numbers of steps of scans that differ from those of the program.
+    """
     total: Number = 0
     for equation in program.flat_equations():
         if equation.name in PRODUCTS:
             total = total + count(equation)
         elif equation.inner_programs:
             counts = [
-                _sum_products(body.program, count) * (1 if body.trips is None else body.trips)
+                _sum_products(body.program, count, trips)
+                * trips.get(equation, 1 if body.trips is None else body.trips)
                 for body in equation.list_bodies()
             ]
             if not equation.is_choice:
@@ -233,8 +259,13 @@ class Graph:
         self.removal: Removal = Removal(model, self.tracker.products)
         # Costs also of masked and smaller models.
         self.costs: Costs = Costs(model, self.tracker, self.removal)
-        self.parameters: Parameters = Parameters(model.parameters, self.removal.list_members)
+        self.parameters: Parameters = Parameters(model.parameters, self._list_removable)
         self._retraced: list[tuple[PyTree, Graph]] = []  # (arguments, graph), of `retrace`
+
+    def _list_removable(self) -> set[tuple[Path, int]]:
+        """Returns (path, axis) of all axes that can lose channels or layers."""
+        stacked = (self.removal.list_stacked(stack.variable) for stack in self.stacks)
+        return self.removal.list_members() | {(path, 0) for paths in stacked for path in paths}
 
     @functools.cached_property
     def affine(self) -> AffineFunctions:
@@ -532,8 +563,8 @@ class Graph:
     def blocks(self) -> list[ResidualBlock]:
         """The residual branches that may go, in blocks, in the order of the program.
 
-        A branch is a function that is added to the stream that it reads. Layers within a scan are
-        not among them.
+        A branch is a function that is added to the stream that it reads. The layers of a scan come
+        last, a block for each, named 'layers/0' and so on after the stack of their parameters.
 
         Example:
           >>> import jax.numpy as jnp
@@ -546,7 +577,17 @@ class Graph:
           >>> [block.name for block in graph.blocks]
           ['layers/0', 'layers/1', 'layers/2']
         """
-        return find_blocks(self.model, self.uses, self.biases)
+        return [*self._unrolled_blocks, *(x for stack in self.stacks for x in stack.blocks)]
+
+    @functools.cached_property
+    def _unrolled_blocks(self) -> list[ResidualBlock]:
+        return find_blocks(self.model, self.uses)
+
+    @functools.cached_property
+    def stacks(self) -> list[LayerStack]:
+        """The scans whose layers can go one by one."""
+        stacks = find_stacks(self.model, self.uses, self.removal.coupling)
+        return [stack for stack in stacks if stack.variable not in self.removal.unproven]
 
     def drop(self, params: Tree, keys: str | Iterable[str]) -> Masks:
         """Returns masks without which blocks or branches are 0: `sparsity.shrink` cuts them.
@@ -559,7 +600,7 @@ class Graph:
           ValueError: a key is no block or branch of the model.
         """
         branches = [branch for block in self.blocks for branch in block.branches]
-        dropped = set[Path]()
+        dropped: dict[Path, set[int | None]] = {}  # `None` for all of a parameter, or layers
         check_iterable("keys", keys)
         for key in [keys] if isinstance(keys, str) else keys:
             check_kind("each of keys", key, str, "the name of a block or a branch")
@@ -569,17 +610,23 @@ class Graph:
             if not matching:
                 names = [*(x.name for x in self.blocks), *(x.name for x in branches)]
                 raise ValueError(f"keys: {key!r} is no block of the model. {suggest(key, names)}")
-            dropped.update(path for branch in matching for path in branch.paths)
+            for branch in matching:
+                for path in branch.paths:
+                    dropped.setdefault(path, set()).add(branch.layer)
         self.parameters.check_complete(params)
         leaves = self.parameters.match(params)
-        return trees.map_matched(
-            lambda key_path, x: (
-                sharding.zeros_like(x, np.dtype(np.uint8))
-                if key_path in leaves and leaves[key_path].path in dropped
-                else None
-            ),
-            params,
-        )
+
+        def mask(key_path: KeyPath, param: jax.Array) -> jax.Array | None:
+            layers = dropped.get(leaves[key_path].path) if key_path in leaves else None
+            if layers is None:
+                return None
+            zeros = sharding.zeros_like(param, np.dtype(np.uint8))
+            if None in layers:
+                return zeros
+            stays = np.array([layer not in layers for layer in range(len(param))])
+            return sharding.place_like(param, zeros | stays.reshape(-1, *[1] * (param.ndim - 1)))
+
+        return trees.map_matched(mask, params)
 
     def rank_blocks(
         self,
@@ -617,8 +664,8 @@ class Graph:
             )
         if not self.blocks:
             raise ValueError(
-                "The model has no residual blocks outside of loops. Layers within a scan cannot go "
-                "one by one: write them as a loop of Python."
+                "The model has no residual blocks: no product of parameters is added to a stream "
+                "that it reads, in a program without loops or in all layers of a scan."
             )
         measure = self._measure_cosines if by == "cosine" else self._measure_errors
         scores = [[*map(float, measure(params, batch))] for batch in listed]
@@ -633,7 +680,8 @@ class Graph:
 
     @functools.cached_property
     def _compare_streams(self) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
-        return jax.jit(functools.partial(compare_streams, self.model, self.blocks))
+        blocks = self._unrolled_blocks, self.stacks
+        return jax.jit(functools.partial(compare_streams, self.model, *blocks))
 
     def _measure_errors(self, params: Params, batch: PyTree) -> list[jax.Array]:
         arrays, rebuild = trees.split_arrays((params, batch))

@@ -206,10 +206,18 @@ def resize_groups(
     def resize(group: ChannelGroup) -> ChannelGroup:
         variable, members = group.variable, group.members
         positions = [find_positions(axes[path][i], variable, sizes) for path, i in members]
-        size = sizes.get(variable, group.size)
-        return dataclasses.replace(group, size=size, positions=tuple(positions))
+        size, layers = sizes.get(variable, group.size), count_layers(group, axes, sizes)
+        return dataclasses.replace(group, size=size, positions=tuple(positions), layers=layers)
 
     return [resize(group) for group in groups]
+
+
+def count_layers(
+    group: ChannelGroup, axes: Mapping[Path, Sequence[Axis]], sizes: Mapping[Variable, int]
+) -> int:
+    """Counts the layers of a group in a smaller model; 0 if all layers keep the same channels."""
+    count: int = count_entries(axes[group.members[0][0]][0], sizes) if group.layers else 0
+    return count
 
 
 def _find_refusals(

@@ -21,7 +21,7 @@ from typing import TypeAlias
 import jax.numpy as jnp
 
 from sparsity.core.trees import Path, PyTree
-from sparsity.graph.coupling import Coupling
+from sparsity.graph.coupling import STEPS, Coupling
 from sparsity.graph.groups import Channels, find_channels
 from sparsity.graph.kinds import find_kinds
 from sparsity.graph.traced_model import Model, Parameter
@@ -316,11 +316,11 @@ class Proof(Flow[Constants]):
     def _note_shared_entry(self, reduction: Equation, axis: AxisIndex, variable: Variable) -> bool:
         """Notes the entry that a smaller program adds to a sum; returns whether there is one."""
         (value,) = reduction.inputs
-        axes = self._coupling.axes(value)
-        # A removed channel must be one entry along the axis of the sum, and lie on no other axis.
-        is_single = [variable in list_variables(other) for other in axes].count(True) == 1
+        axes = self._list_free_variables(value)
+        # Removed entries must be those of one variable, on the axis of the sum alone.
+        is_single = [variable in other for other in axes].count(True) == 1
         is_sum = reduction.name == "reduce_sum" and is_differentiable(value)
-        if not is_sum or axes[axis].root is not variable or not is_single:
+        if not is_sum or {*axes[axis]} != {variable} or not is_single:
             return False
         available = self._available[reduction]
         entry = find_shared_entry(value, axis, variable, available, self.fact)
@@ -434,6 +434,10 @@ class Removal:
         """Returns the parameters with their axes."""
         return [(x, self.coupling.axes(value)) for value, x in self._model.parameter_inputs.items()]
 
+    def list_stacked(self, layers: Variable) -> list[Path]:
+        """Returns the parameters whose first axis is that of the layers of a scan."""
+        return [x.path for x, axes in self.list_parameter_axes() if axes and axes[0].root is layers]
+
     @functools.cached_property
     def coupling(self) -> Coupling:
         """The axes of all values of the program."""
@@ -450,6 +454,11 @@ class Removal:
           masked: {path: (axis, variable) of all removed entries at which the parameter is 0}.
         """
         return self._prove(masked)[0]
+
+    @property
+    def unproven(self) -> dict[Variable, Reason]:
+        """The variables whose removal differs from masking all of their entries, and why."""
+        return self.find_unproven(self._maskable_entries)
 
     @property
     def shared_entries(self) -> dict[Equation, SharedEntry]:
@@ -511,7 +520,12 @@ class Removal:
             output_axes.setdefault(use.path, set()).update(use.output)
             window = {*use.contracting} - {*use.channels}
             window_axes.setdefault(use.path, set()).update(window)
-        unproven = self.find_unproven(self._maskable_entries)
+        steps = {
+            variable: Reason(scan, STEPS)
+            for scan, axis in self.coupling.step_axes.items()
+            for variable in list_variables(axis)
+        }
+        unproven = self.unproven | steps
         num_layers = _find_layered_variables(self._model.program, self.coupling)
         kinds = find_kinds(self._model.program, self.coupling, self._products)
         return find_channels(

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Generic, Self, TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -257,9 +258,10 @@ class Interpreter(Generic[Array]):
 def scan_like(
     scan: Equation, step: Callable[..., tuple[PyTree, PyTree]], carry: PyTree, layers: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """Runs a step in the order of a scan of a program, with the same number of steps."""
-    options = {key: scan.params[key] for key in ("length", "reverse", "unroll")}
-    carry, stacked = lax.scan(step, carry, layers, **options)
+    """Runs a step in the order of a scan of a program, which may have lost some layers."""
+    options = {key: scan.params[key] for key in ("reverse", "unroll")}
+    length = next((x.shape[0] for x in jax.tree.leaves(layers)), scan.length)
+    carry, stacked = lax.scan(step, carry, layers, length=length, **options)
     return carry, stacked
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from sparsity.core.trees import Path
 from sparsity.graph import ChannelGroup, Graph
+from sparsity.graph.depth import LayerStack
 from sparsity.programs.axes import AxisIndex, KeptIndices, Variable, list_variables
 
 Members: TypeAlias = frozenset[int]  # indices of members of a group
@@ -42,11 +43,12 @@ def find_dead(
       masked, or removed before.
     """
     live = {path: np.not_equal(mask, 0) for path, mask in masks.items()}
+    evidence: dict[Path, dict[AxisIndex, np.ndarray]] = {}
+    kept = _remove_layers(graph, live, evidence)
     groups = [group for group in graph.groups if any(path in live for path, _ in group.members)]
     masked = {group: _find_masked(group, live) for group in groups}
-    removed = {group: np.zeros((group.layers or 1, group.size), bool) for group in groups}
+    removed = {group: np.zeros(x.shape[:2], bool) for group, x in masked.items()}
     proofs = _Proofs(graph)
-    evidence: dict[Path, dict[AxisIndex, np.ndarray]] = {}
     # Removed channels leave entries of other groups without a use: repeats until nothing changes.
     while masked:
         dead = proofs.find_removable(masked)
@@ -60,7 +62,6 @@ def find_dead(
                 changed_paths |= _remove(group, removable[..., None] & ~masked[group], live)
         affected_groups = [g for g in groups if any(path in changed_paths for path, _ in g.members)]
         masked = {group: _find_masked(group, live) for group in affected_groups}
-    kept = {}
     for group, is_removed in removed.items():
         if is_removed.any():
             rows = np.stack([np.flatnonzero(~row) for row in is_removed])
@@ -71,14 +72,68 @@ def find_dead(
     }
 
 
-def find_group_in_use(graph: Graph, kept: KeptIndices, evidence: Evidence) -> ChannelGroup | None:
-    """Returns a group that still needs removed channels, or `None`.
+def _remove_layers(
+    graph: Graph,
+    live: dict[Path, np.ndarray],
+    evidence: dict[Path, dict[AxisIndex, np.ndarray]],
+) -> dict[Variable, np.ndarray]:
+    """Removes the layers of scans that return what they read; returns those that stay.
+
+    Args:
+      graph: the graph of the model.
+      live: {path: bool, 1 where an entry is not masked}, which lose these layers.
+      evidence: gets the layers of which all entries of a parameter are masked.
+    """
+    kept = {}
+    for stack in graph.stacks:
+        masked: dict[Path, np.ndarray] = {
+            path: ~np.any(live[path], axis=tuple(range(1, live[path].ndim)))
+            if path in live
+            else np.zeros(stack.scan.length, bool)
+            for path in graph.removal.list_stacked(stack.variable)
+        }
+        is_dead = np.all([masked[path] for path in stack.paths], axis=0)
+        is_dead[0] &= not is_dead.all()  # one layer stays
+        if is_dead.any() and _is_provable(graph, stack, masked, is_dead):
+            kept[stack.variable] = np.flatnonzero(~is_dead)
+            for path, layers in masked.items():
+                evidence[path] = {0: (layers & is_dead)[None]}
+                if path in live:
+                    live[path] = live[path][~is_dead]
+    return kept
+
+
+def _is_provable(
+    graph: Graph, stack: LayerStack, masked: Mapping[Path, np.ndarray], is_dead: np.ndarray
+) -> bool:
+    """Returns whether layers can go, where the parts of parameters are 0 that are masked.
+
+    Besides their scan, others may read the parameters: a sum over all layers, for example.
+    """
+    zeros = {path for path, layers in masked.items() if layers[is_dead].all()}
+    zeros -= graph.removal.updated_state
+    unproven = graph.removal.find_unproven({path: {(0, stack.variable)} for path in zeros})
+    return zeros.issuperset(stack.paths) and stack.variable not in unproven
+
+
+def find_name_in_use(graph: Graph, kept: KeptIndices, evidence: Evidence) -> str | None:
+    """Returns the name of a group or of layers that need removed entries, or `None`.
 
     Args:
       graph: a graph of the model for other arguments.
       kept: {variable: channels that stay}.
       evidence: the evidence of the cut, as in `Plan`.
     """
+    for stack in graph.stacks:
+        if stack.variable in kept:
+            is_dead = ~mark_kept(kept[stack.variable], stack.scan.length)[0]
+            masked = {
+                path: is_dead if rows is None else np.isin(np.arange(len(is_dead)), rows[0])
+                for path in graph.removal.list_stacked(stack.variable)
+                for rows in [evidence.get(path, {}).get(0)]
+            }
+            if not _is_provable(graph, stack, masked, is_dead):
+                return stack.name
     cases, removed = {}, {}
     for group in graph.groups:
         if group.variable in kept:
@@ -106,7 +161,7 @@ def find_group_in_use(graph: Graph, kept: KeptIndices, evidence: Evidence) -> Ch
             not empty.isdisjoint(list_variables(axes[path][axis])) for path, axis in group.members
         )
 
-    return next((group for group in in_use if not (empty and is_void(group))), None)
+    return next((group.name for group in in_use if not (empty and is_void(group))), None)
 
 
 def mark_kept(index: np.ndarray, size: int) -> np.ndarray:
@@ -186,11 +241,11 @@ def _list_members(
 
 def _find_masked(group: ChannelGroup, live: LiveMasks) -> np.ndarray:
     """Returns bool[layers, channels, members]: 1 where no entry of a member is live."""
-    masked: np.ndarray = np.zeros((group.layers or 1, group.size, len(group.members)), bool)
+    masked = [np.zeros((1, group.size), bool)] * len(group.members)
     for member_index, _, positions, entries in _list_members(group, live):
         pooled = np.any(entries, axis=tuple(range(2, entries.ndim)))
-        masked[..., member_index] = ~pooled[:, positions].any(axis=2)
-    return masked
+        masked[member_index] = ~pooled[:, positions].any(axis=2)
+    return np.stack(np.broadcast_arrays(*masked), axis=-1)
 
 
 def _choose_removable(dead: np.ndarray, removed: np.ndarray, least: int) -> np.ndarray:

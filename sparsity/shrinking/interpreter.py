@@ -100,9 +100,9 @@ class CutInterpreter(Interpreter[jax.Array]):
             return [self.cut(value, array) for value, array in outputs]
         results = equation.bind(inputs, **self._resize(equation))
         if (entry := self._shared_entries.get(equation)) is not None:
-            axis = self._coupling.axes(entry.value)[entry.axis].root
+            axis = self._coupling.axes(entry.value)[entry.axis]
             # The entries that the sum has lost are all alike.
-            if num_removed := axis.size - self._sizes.get(axis, axis.size):
+            if num_removed := axis.size - count_entries(axis, self._sizes):
                 results[0] += num_removed * equation.bind([self._compute_entry(entry)])[0]
         return results
 
@@ -158,8 +158,9 @@ class CutInterpreter(Interpreter[jax.Array]):
 
     def _list_layered_variables(self, scan: Equation) -> list[Variable]:
         """Returns the variables whose kept entries differ between layers of a scan."""
-        lengths = {v: len(index) for v, index in self._kept_indices.items() if index.ndim == 2}
-        return [v for v, length in lengths.items() if length == scan.length]
+        length = count_entries(self._coupling.find_step_axis(scan), self._sizes)
+        rows = {v: len(index) for v, index in self._kept_indices.items() if index.ndim == 2}
+        return [v for v, number in rows.items() if number == length]
 
     def _add_rule(
         self, equation: Equation, rule: Program | Exception, function: ArrayFunction

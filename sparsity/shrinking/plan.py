@@ -14,9 +14,14 @@ from sparsity.core import sharding, trees
 from sparsity.core.checks import check_kind, check_sizes
 from sparsity.core.trees import Params, Path, PyTree
 from sparsity.graph import Coupled, Graph
-from sparsity.graph.groups import AxisArrays, list_kept_indices, solve_kept_indices
-from sparsity.programs.axes import KeptIndices, list_variables
-from sparsity.shrinking.dead import Evidence, find_group_in_use
+from sparsity.graph.groups import (
+    AxisArrays,
+    count_layers,
+    list_kept_indices,
+    solve_kept_indices,
+)
+from sparsity.programs.axes import AxisIndex, KeptIndices, list_variables
+from sparsity.shrinking.dead import Evidence, find_name_in_use
 from sparsity.shrinking.interpreter import CutInterpreter
 from sparsity.training.base_updater import BaseUpdater
 
@@ -58,7 +63,7 @@ class Plan:
                 check_kind(f"{name}[{path!r}]", value, kind, "a shape, or a dict by axis")
         for path, axes in self.kept.items():
             for axis, index in axes.items():
-                fault = _find_fault(index, axis, self.shapes.get(path, ()))
+                fault = _find_fault(index, axis, self.shapes.get(path, ()), axes.get(0))
                 rows = self.evidence.get(path, {}).get(axis, np.atleast_2d(index))
                 num_rows = math.prod(getattr(index, "shape", ())[:-1])
                 if not fault and (not isinstance(rows, Sized) or len(rows) != num_rows):
@@ -207,6 +212,7 @@ class Plan:
                     f"The later plan has {trees.join_names(path)!r} of shape {later.shapes[path]}, "
                     f"this plan leaves {shape}. Compose plans in the order of the cuts."
                 )
+            _take_layers(axes.get(0), kept.get(path, {}), evidence.get(path, {}))
             for axis, index in axes.items():
                 before = kept.get(path, {}).get(axis, np.arange(shapes[path][axis]))
                 if any(axis in plan.evidence.get(path, {}) for plan in (self, later)):
@@ -231,19 +237,36 @@ class Plan:
         return [np.setdiff1d(all_indices, row) for row in np.atleast_2d(self.kept[path][axis])]
 
 
+def _take_layers(
+    layers: np.ndarray | None,
+    kept: dict[AxisIndex, np.ndarray],
+    evidence: dict[AxisIndex, Sequence[np.ndarray]],
+) -> None:
+    """Takes the rows of the layers that stay, where layers keep different indices."""
+    if layers is not None:
+        for axis, index in kept.items():
+            if index.ndim == 2:
+                kept[axis] = index[layers]
+                if axis in evidence:
+                    evidence[axis] = [evidence[axis][i] for i in layers]
+
+
 def _repeat_rows(*parts: list[np.ndarray]) -> Iterator[tuple[np.ndarray, ...]]:
     """Yields the rows of several lists together, one row for all layers or a row for each."""
     count = max(map(len, parts))
     return zip(*(part * (count // len(part)) for part in parts), strict=True)
 
 
-def _find_fault(index: np.ndarray, axis: int, shape: tuple[int, ...]) -> str | None:
+def _find_fault(
+    index: np.ndarray, axis: int, shape: tuple[int, ...], layers: np.ndarray | None
+) -> str | None:
     """Returns why an axis of a parameter cannot keep these indices; `None` if it can."""
     if not isinstance(axis, int) or isinstance(axis, bool) or not 0 <= axis < len(shape):
         return "there is no such axis"
     if getattr(index, "ndim", 0) not in (1, 2) or index.dtype.kind not in "iu":
         return f"{index!r}, not an array of indices, or of as many indices for each layer"
-    if index.ndim == 2 and (axis == 0 or len(index) != shape[0]):
+    num_layers = shape[0] if layers is None else np.shape(layers)[-1]
+    if index.ndim == 2 and (axis == 0 or len(index) != num_layers):
         return f"{len(index)} rows of indices, which are not the layers along axis 0"
     if not _are_ascending(index, shape[axis]):
         return f"indices that do not ascend within [0, {shape[axis]}): {index!r:.80}"
@@ -304,6 +327,7 @@ def solve_proven_indices(graph: Graph, plan: Plan) -> KeptIndices:
     may_be_empty = graph.removal.may_be_empty
     kept_indices = solve_kept_indices(graph.removal.list_parameter_axes(), plan, may_be_empty)
     removable = {group.variable for group in graph.groups}
+    removable |= {stack.variable for stack in graph.stacks}
     reasons = {(x.path, x.axis): x.explain() for x in graph.refused}
     for parameter, axes in graph.removal.list_parameter_axes():
         for i, axis in enumerate(axes):
@@ -314,18 +338,24 @@ def solve_proven_indices(graph: Graph, plan: Plan) -> KeptIndices:
                     f"needs: {reasons.get((parameter.path, i), unknown)}. The plan was made for "
                     "another model, or for other flags."
                 )
+    by_path = {x.path: axes for x, axes in graph.removal.list_parameter_axes()}
+    sizes = {variable: index.shape[-1] for variable, index in kept_indices.items()}
     for group in graph.groups:
         index = kept_indices.get(group.variable)
-        if index is not None and index.ndim == 2 and len(index) != group.layers:
+        if (
+            index is not None
+            and index.ndim == 2
+            and len(index) != count_layers(group, by_path, sizes)
+        ):
             raise ValueError(
                 f"The plan keeps different channels of {group.name!r} in each of {len(index)} "
                 "layers, which this model does not run as a scan. The plan was made for another "
                 "model, or for other flags."
             )
     has_evidence = any(plan.evidence.values())
-    if has_evidence and (in_use := find_group_in_use(graph, kept_indices, plan.evidence)):
+    if has_evidence and (in_use := find_name_in_use(graph, kept_indices, plan.evidence)):
         raise ValueError(
-            f"The masks remove channels of {in_use.name!r} in part, and with these arguments the "
+            f"The masks remove channels of {in_use!r} in part, and with these arguments the "
             "model reads the other part. Trace the model with these arguments before the cut, or "
             "mask whole channels: scope=sparsity.Coupled(graph)."
         )

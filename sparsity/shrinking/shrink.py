@@ -342,7 +342,7 @@ class _CutParameter:
         if is_traced(array):
             return None
         places = np.arange(array.size).reshape(array.shape)
-        for axis, index in self.axes.items():
+        for axis, index in sorted(self.axes.items()):
             places = take(places, index, axis)
         is_removed: np.ndarray = np.ones(array.size, bool)
         is_removed[places.reshape(-1)] = False
@@ -513,7 +513,7 @@ def _cut_array(array: jax.Array, axes: Indices) -> jax.Array:
     """Cuts an array, and keeps its sharding along axes that the mesh still divides."""
     if not axes:
         return array
-    axes = dict(axes)  # a pytree, as other mappings are not
+    axes = dict(sorted(axes.items()))  # a pytree; layers go before the rows of those that stay
     old_sharding = None if is_traced(array) else getattr(array, "sharding", None)
     shape = cut_shape(jnp.shape(array), axes)
     if isinstance(old_sharding, NamedSharding) and not sharding.explicit_sharding(array):

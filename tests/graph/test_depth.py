@@ -171,7 +171,7 @@ def test_scores_are_those_of_the_streams_and_of_the_outputs(model):
     np.testing.assert_allclose(scores["model.layers.0"], 1 - cosine.mean(), rtol=1e-3)
 
 
-def test_blocks_within_loops_and_unknown_names_are_refused(model):
+def test_unknown_names_and_models_without_blocks_are_refused(model):
     params, graph = model
     with pytest.raises(ValueError, match=r"'model\.layers\.7' is no block"):
         graph.drop(params, "model.layers.7")
@@ -179,12 +179,10 @@ def test_blocks_within_loops_and_unknown_names_are_refused(model):
         graph.rank_blocks(params, [TOKENS], by="loss")
     with pytest.raises(ValueError, match="no batch"):
         graph.rank_blocks(params, [])
-    stack = {"w": jnp.ones((3, 4, 4))}
-    scanned = lambda params, x: lax.scan(lambda x, w: (x + x @ w, None), x, params["w"])[0]  # noqa: E731
-    scan = sparsity.trace(scanned, stack, jnp.ones((2, 4)))
-    assert scan.blocks == []
-    with pytest.raises(ValueError, match="no residual blocks outside of loops"):
-        scan.rank_blocks(stack, [jnp.ones((2, 4))])
+    plain = sparsity.trace(lambda w, x: x @ w, jnp.ones((4, 4)), jnp.ones((2, 4)))
+    assert plain.blocks == []
+    with pytest.raises(ValueError, match="no residual blocks"):
+        plain.rank_blocks(jnp.ones((4, 4)), [jnp.ones((2, 4))])
 
 
 # Arrays without entries.

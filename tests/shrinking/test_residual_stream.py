@@ -224,3 +224,50 @@ def test_a_scanned_stream_is_cut_along_a_ramp_within_a_budget():
             macs == ended.graph.macs() == small.graph.macs(sparsity.get_sparse_state(state).masks)
         )
         assert macs <= 0.3 * graph.macs()
+
+
+def normalize_rows(x):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+
+
+def normalize_image(x):
+    """As in GroupNorm of one group: over positions and channels, joined in one axis."""
+    return normalize_rows(x.reshape(x.shape[0], -1)).reshape(x.shape)
+
+
+def merge_patches(x):
+    """As in Swin: over the channels of two neighbours, one after the other."""
+    return normalize_rows(jnp.concatenate([x[:, ::2], x[:, 1::2]], axis=-1))
+
+
+@pytest.mark.parametrize("norm", [normalize_image, merge_patches])
+def test_channels_go_that_a_norm_joins_with_positions_or_with_each_other(norm):
+    keys = jax.random.split(jax.random.key(0), 5)
+    x = jax.random.normal(keys[0], (2, 4, 5))
+    params = {"stem": jax.random.normal(keys[1], (5, 8)), "up": jax.random.normal(keys[2], (8, 8))}
+    width = norm(jnp.ones((2, 4, 8))).shape[-1]
+    for name, key in zip(("scale", "shift"), keys[3:], strict=True):
+        params[name] = jax.random.normal(key, (width,))
+    params["head"] = jax.random.normal(keys[4], (width, 3))
+
+    def model(params, x):
+        y = x @ params["stem"]
+        y = y + jnp.tanh(y) @ params["up"]
+        return (norm(y) * params["scale"] + params["shift"]) @ params["head"]
+
+    graph = sparsity.trace(model, params, x)
+    pruner = sparsity.MagnitudePruning(
+        scope=sparsity.Coupled(graph), sparsity_distribution_fn=sparsity.Uniform(0.5)
+    )
+    pruned, masks = pruner.instant_sparsify(params)
+    small = sparsity.shrink(graph, pruned, masks)
+    assert small.params["stem"].shape == (5, 4)
+    for rows in (x, x[:1]):
+        np.testing.assert_allclose(
+            small.apply(small.params, rows), model(pruned, rows), rtol=1e-5, atol=1e-5
+        )
+    grads = jax.grad(lambda p: jnp.sum(small.apply(p, x) ** 2))(small.params)
+    expected = jax.grad(lambda p: jnp.sum(model(p, x) ** 2))(pruned)
+    kept = np.flatnonzero(np.asarray(masks["stem"])[0])
+    np.testing.assert_allclose(grads["stem"], expected["stem"][:, kept], rtol=1e-4, atol=1e-4)
