@@ -326,6 +326,7 @@ def read_or_measure(file: Path, measure: Callable[[], dict[str, Any]]) -> dict[s
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(measure(), indent=1))
+        jax.clear_caches()  # programs hold arrays of gigabytes
     return dict(json.loads(file.read_text()))
 
 
@@ -352,7 +353,7 @@ def main() -> None:
             print(*lines[-1], flush=True)
     times = []
     for share in shares:
-        for kind in ("blocks", "hidden units", "both"):
+        for kind in (x for x in ("blocks", "hidden units", "both") if x in options.kinds):
             file = folder / f"time_{kind}_{share}.json".replace(" ", "_")
             ratios = read_or_measure(file, functools.partial(measure_times, data, kind, share))
             times.append([f"{share:.2f}", kind, *(f"{x:.2f}" for x in ratios.values())])

@@ -9,7 +9,7 @@ Distillation" (Minitron), norms over batches and positions; "flap" and "wanda_sp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias, get_args
 
 import chex
@@ -23,7 +23,8 @@ from sparsity.calibration import Statistic, calibrate
 from sparsity.calibration.pruners.channels import ReaderChannels, score_fluctuations
 from sparsity.calibration.statistics.grams import broadcast_num_rows
 from sparsity.calibration.statistics.sums import StatisticsKind
-from sparsity.core import trees
+from sparsity.core import sharding, trees
+from sparsity.core.arrays import promote
 from sparsity.core.checks import check_iterable, check_kind
 from sparsity.core.trees import KeyPath, Masks, Params, PyTree
 from sparsity.graph import Coupled, Graph
@@ -60,7 +61,8 @@ def rank_groups(
         these weights; "flap", sum of w ** 2 * variance of the input. Of blocks "cosine", 1 - cosine
         of the streams before and after; "error", relative squared error of the outputs without the
         block; "loss", rise of the mean loss without it.
-      groups: the groups to rank, as in `Coupled`; by default all.
+      groups: the groups to rank, as in `Coupled`, by default all; or the blocks, by names of blocks
+        and of their branches, or patterns, as in `graph.drop`.
       loss_fn: for "taylor" and "loss": `loss_fn(params, batch)`, the loss of a batch, a scalar.
 
     Returns:
@@ -82,17 +84,15 @@ def rank_groups(
     if by not in get_args(Criterion):
         raise ValueError(f"by must be one of {get_args(Criterion)}, got by = {by!r}.")
     graph.parameters.check_complete(params)
+    if loss_fn is None and by in ("loss", "taylor"):
+        raise ValueError(f"by = {by!r} needs loss_fn(params, batch), got loss_fn = None.")
     match by:
-        case "loss" if loss_fn is not None:
-            return _measure_losses(graph, params, batches, loss_fn)
-        case "cosine" | "error":
-            return _to_numpy(graph.rank_blocks(params, batches, by))
+        case "cosine" | "error" | "loss":
+            return _rank_blocks(graph, params, batches, by, groups, loss_fn)
         case "magnitude":
             scores = jax.tree.map(jnp.abs, trees.prunable(params))
         case "taylor" if loss_fn is not None:
             scores = snip_scores(loss_fn, params, batches)
-        case "loss" | "taylor":
-            raise ValueError(f"by = {by!r} needs loss_fn(params, batch), got loss_fn = None.")
         case _:
             return _score_readers(graph, params, batches, by, groups)
     return _to_numpy(Coupled(graph, groups=groups).score_channels(scores))
@@ -161,32 +161,80 @@ def _share(numbers: jax.Array, weight: jax.Array, statistic: Statistic) -> jax.A
     return statistic.from_matrices(shares, weight.shape)
 
 
-def _measure_losses(
+def _rank_blocks(
     graph: Graph,
     params: Params,
     batches: Iterable[PyTree],
-    loss_fn: LossFn,
+    by: Criterion,
+    groups: GroupChoice | None,
+    loss_fn: PyTree,
 ) -> Importance:
-    """Returns {block: rise of the mean loss without it}, the least first."""
+    """Returns {block or branch: score}, a mean over batches, the least first."""
     check_iterable("batches", batches)
     if not (listed := list(batches)):
         raise ValueError("batches has no batch: give at least one.")
+    if callable(groups):
+        raise ValueError("groups must name blocks or branches, got a function.")
     names = [block.name for block in graph.blocks]
-    zeros = graph.drop(params, names)
+    if not names:
+        raise ValueError(
+            "The model has no residual blocks: no product of parameters is added to a stream that "
+            "it reads, outside of loops or in all layers of a scan."
+        )
+    chosen = [*graph.choose_branches(names if groups is None else groups)]
+    if by == "cosine":
+        if others := [name for name in chosen if name not in names]:
+            raise ValueError(f"groups: {others[0]!r} is a branch, and 'cosine' compares blocks.")
+        cosines = [graph.compare_streams(params, batch) for batch in listed]
+        rows = [[row[name] for name in chosen] for row in cosines]
+    else:
+        masks = _list_masks(graph, params, chosen)
+        fn, measure = (graph.model.fn, _measure_error) if by == "error" else (loss_fn, jnp.subtract)
+        rows = _measure_without(fn, params, listed, masks, measure)
+    means = np.mean(np.asarray(rows, np.float32), axis=0)
+    return {name: mean for mean, name in sorted(zip(means, chosen, strict=True))}
 
-    @jax.jit
-    def measure(params: Params, masks: Masks, batch: PyTree) -> jax.Array:
-        return loss_fn(apply_masks(params, masks), batch)
 
-    def mask(block: str | None) -> Masks:
-        """Returns masks of one structure for all blocks, so that one program serves all."""
-        dropped = {} if block is None else trees.leaves_by_path(graph.drop(params, block))
-        return trees.map_matched(lambda path, x: x if path in dropped else jnp.ones_like(x), zeros)
+def _list_masks(graph: Graph, params: Params, chosen: Sequence[str]) -> list[Masks]:
+    """Returns masks without each block, of one structure, so that one program serves all."""
+    zeros = graph.drop(params, chosen)
 
-    def measure_mean(block: str | None) -> np.float32:
-        masks = mask(block)
-        return np.mean([measure(params, masks, batch) for batch in listed], dtype=np.float32)
+    def mask(name: str) -> Masks:
+        dropped = trees.leaves_by_path(graph.drop(params, name))
+        return trees.map_matched(lambda path, x: dropped.get(path, jnp.ones_like(x)), zeros)
 
-    full = measure_mean(None)
-    rises = {name: np.asarray(measure_mean(name) - full) for name in names}
-    return dict(sorted(rises.items(), key=lambda pair: float(pair[1])))
+    return [mask(name) for name in chosen]
+
+
+def _measure_without(
+    fn: Callable[[Params, PyTree], PyTree],
+    params: Params,
+    batches: Sequence[PyTree],
+    masks: Sequence[Masks],
+    measure: Callable[[PyTree, PyTree], jax.Array],
+) -> list[list[jax.Array]]:
+    """Returns for each batch the change of a function of the parameters under each mask."""
+    rows, examples = [], [sharding.abstract((params, batch)) for batch in batches]
+    for i, batch in enumerate(batches):
+        arrays, rebuild = trees.split_arrays((params, batch))
+        if not i or not trees.are_alike(examples[i], examples[i - 1]):
+
+            @jax.jit
+            def run(arrays: list[jax.Array], masks: Masks, rebuild: PyTree = rebuild) -> PyTree:
+                params, batch = rebuild(arrays)
+                return fn(apply_masks(params, masks), batch)
+
+        full = run(arrays, jax.tree.map(jnp.ones_like, masks[0]))
+        rows.append([measure(run(arrays, mask), full) for mask in masks])
+    return rows
+
+
+def _measure_error(outputs: PyTree, expected: PyTree) -> jax.Array:
+    """Returns the relative squared error of all outputs that have fractions."""
+    lost = total = jnp.float32(0)
+    for x, y in zip(jax.tree.leaves(outputs), jax.tree.leaves(expected), strict=True):
+        if jnp.issubdtype(jnp.result_type(y), jnp.inexact):
+            wide = promote(jnp.result_type(y), jnp.float32)
+            lost += jnp.sum(jnp.square(jnp.abs(x.astype(wide) - y.astype(wide))))
+            total += jnp.sum(jnp.square(jnp.abs(y.astype(wide))))
+    return lost / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)

@@ -52,7 +52,6 @@ GlobalMagnitudePruning(sparsity=0.0, use_normalization=True, normalization_eps=1
 GlobalRigL(skip_gradients=True, is_sparse_gradients=True)
 GlobalSaliencyPruning(sparsity=0.0, use_normalization=True, normalization_eps=1e-08)
 Graph.fan_in(group=1)
-Graph.rank_blocks(by='cosine')
 NByM(axis=-1)
 NByM.check(batch_axes=0, name='params')
 NByM.count_kept(batch_axes=0)

@@ -163,6 +163,21 @@ def test_blocks_are_ranked_by_the_loss_without_them():
     np.testing.assert_allclose(small.apply(small.params, X[0]), expected, atol=1e-6)
 
 
+def test_branches_are_ranked_by_their_names():
+    graph = sparsity.trace(llama, params := draw_llama(), TOKENS)
+
+    def loss(params, tokens):
+        return jnp.mean(llama(params, tokens) ** 2)
+
+    ranking = sparsity.rank_groups(graph, params, [TOKENS], "loss", groups="*o_proj*", loss_fn=loss)
+    assert {*ranking} == {f"model.layers.{i}.self_attn.o_proj.weight" for i in range(2)}
+    for name, rise in ranking.items():
+        masked = {**params, name: 0 * params[name]}
+        np.testing.assert_allclose(rise, loss(masked, TOKENS) - loss(params, TOKENS), atol=1e-6)
+    with pytest.raises(ValueError, match="is a branch, and 'cosine' compares blocks"):
+        sparsity.rank_groups(graph, params, [TOKENS], "cosine", groups="*o_proj*")
+
+
 def test_a_table_shows_the_importance_of_groups():
     graph = sparsity.trace(mlp, MLP, X[0])
     row = graph.group_table({"gate:1": np.arange(10.0)}).splitlines()[-1].split()

@@ -347,14 +347,3 @@ def compare_streams(
     model.run(comparer, arrays)
     distances = [comparer.measure(block) for block in blocks]
     return [*distances, *(x for stack in stacks for x in comparer.distances[stack.scan])]
-
-
-def measure_loss(outputs: PyTree, expected: PyTree) -> jax.Array:
-    """Returns the relative squared error of all outputs that have fractions."""
-    lost = total = jnp.float32(0)
-    for x, y in zip(jax.tree.leaves(outputs), jax.tree.leaves(expected), strict=True):
-        if jnp.issubdtype(jnp.result_type(y), jnp.inexact):
-            wide = promote(jnp.result_type(y), jnp.float32)
-            lost += jnp.sum(jnp.square(jnp.abs(x.astype(wide) - y.astype(wide))))
-            total += jnp.sum(jnp.square(jnp.abs(y.astype(wide))))
-    return lost / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)

@@ -25,17 +25,16 @@ from sparsity.graph.coupling import ANALYSED_PRIMITIVES
 from sparsity.graph.depth import (
     LayerStack,
     ResidualBlock,
+    ResidualBranch,
     compare_streams,
     find_blocks,
     find_stacks,
-    measure_loss,
 )
 from sparsity.graph.groups import ChannelGroup, Refusal
 from sparsity.graph.readers import Bias, PatternAlongInputs, WeightFilter, find_biases
 from sparsity.graph.removal import Removal
 from sparsity.graph.traced_model import Model, Parameter, Parameters, trace_model
 from sparsity.graph.uses import Tracker, Use
-from sparsity.masks import apply_masks
 from sparsity.masks.budgets import Cost
 from sparsity.patterns import FanIn, NByM, SparsityType
 from sparsity.programs.axes import Axis, Variable, count_entries
@@ -599,20 +598,10 @@ class Graph:
         Raises:
           ValueError: a key is no block or branch of the model.
         """
-        branches = [branch for block in self.blocks for branch in block.branches]
         dropped: dict[Path, set[int | None]] = {}  # `None` for all of a parameter, or layers
-        check_iterable("keys", keys)
-        for key in [keys] if isinstance(keys, str) else keys:
-            check_kind("each of keys", key, str, "the name of a block or a branch")
-            chosen = [x for x in self.blocks if fnmatch.fnmatchcase(x.name, key)]
-            matching = [branch for block in chosen for branch in block.branches]
-            matching += [x for x in branches if fnmatch.fnmatchcase(x.name, key)]
-            if not matching:
-                names = [*(x.name for x in self.blocks), *(x.name for x in branches)]
-                raise ValueError(f"keys: {key!r} is no block of the model. {suggest(key, names)}")
-            for branch in matching:
-                for path in branch.paths:
-                    dropped.setdefault(path, set()).add(branch.layer)
+        for branch in (x for branches in self.choose_branches(keys).values() for x in branches):
+            for path in branch.paths:
+                dropped.setdefault(path, set()).add(branch.layer)
         self.parameters.check_complete(params)
         leaves = self.parameters.match(params)
 
@@ -628,71 +617,31 @@ class Graph:
 
         return trees.map_matched(mask, params)
 
-    def rank_blocks(
-        self,
-        params: Params,
-        batches: Iterable[PyTree],
-        by: Literal["cosine", "error"] = "cosine",
-    ) -> dict[str, float]:
-        """Returns how much each block changes the model, the least first.
+    def choose_branches(self, keys: str | Iterable[str]) -> dict[str, tuple[ResidualBranch, ...]]:
+        """Returns {name: branches} of the blocks and of the single branches that keys name."""
+        named = {block.name: block.branches for block in self.blocks}
+        named |= {x.name: (x,) for block in self.blocks for x in block.branches}
+        chosen: dict[str, tuple[ResidualBranch, ...]] = {}
+        check_iterable("keys", keys)
+        for key in [keys] if isinstance(keys, str) else keys:
+            check_kind("each of keys", key, str, "the name of a block or a branch")
+            matching = {x: named[x] for x in named if fnmatch.fnmatchcase(x, key)}
+            if not matching:
+                raise ValueError(f"keys: {key!r} is no block of the model. {suggest(key, named)}")
+            chosen |= matching
+        return chosen
 
-        Args:
-          params: tree of parameters. Where blocks are masked already, those score 0.
-          batches: second arguments of the model; scores are means over them.
-          by: "cosine": 1 - the cosine of the streams before and after the block, one pass for all;
-            "error": relative squared error of the outputs without the block, a pass for each.
-
-        Returns:
-          {name of the block: score}; `drop` takes the names.
-
-        Raises:
-          ValueError: the model has no blocks outside of loops, or there are no batches.
-
-        Source: Men et al. 2024, "ShortGPT: Layers in Large Language Models are More Redundant Than
-        You Expect", equation 1.
-        """
-        if by not in ("cosine", "error"):
-            raise ValueError(f"by must be 'cosine' or 'error', got by = {by!r}.")
-        check_iterable("batches", batches)
-        self.parameters.check_complete(params)
-        if not (listed := list(batches)):
-            raise ValueError("batches has no batch: give at least one.")
-        if len(self.model.example[1]) != 1:
-            raise ValueError(
-                "rank_blocks calls fn(params, batch), and batches has one value for each call: "
-                "trace a function of two arguments."
-            )
-        if not self.blocks:
-            raise ValueError(
-                "The model has no residual blocks: no product of parameters is added to a stream "
-                "that it reads, in a program without loops or in all layers of a scan."
-            )
-        measure = self._measure_cosines if by == "cosine" else self._measure_errors
-        scores = [[*map(float, measure(params, batch))] for batch in listed]
-        means = [float(np.mean(x)) for x in zip(*scores, strict=True)]
-        pairs = zip((block.name for block in self.blocks), means, strict=True)
-        return dict(sorted(pairs, key=lambda pair: pair[1]))
-
-    def _measure_cosines(self, params: Params, batch: PyTree) -> list[jax.Array]:
+    def compare_streams(self, params: Params, batch: PyTree) -> dict[str, jax.Array]:
+        """Returns 1 - the mean cosine of the streams before and after each block, by its name."""
         graph = self.retrace(params, batch)
         arrays = [*trees.split_arrays(params)[0], *trees.split_arrays(batch)[0]]
-        return graph._compare_streams(arrays)
+        names = [block.name for block in self.blocks]
+        return dict(zip(names, graph._compare_streams(arrays), strict=True))
 
     @functools.cached_property
     def _compare_streams(self) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
         blocks = self._unrolled_blocks, self.stacks
         return jax.jit(functools.partial(compare_streams, self.model, *blocks))
-
-    def _measure_errors(self, params: Params, batch: PyTree) -> list[jax.Array]:
-        arrays, rebuild = trees.split_arrays((params, batch))
-
-        @jax.jit
-        def measure(arrays: list[jax.Array], masks: PyTree) -> jax.Array:
-            params, batch = rebuild(arrays)
-            outputs = self.model.fn(apply_masks(params, masks), batch)
-            return measure_loss(outputs, self.model.fn(params, batch))
-
-        return [measure(arrays, self.drop(params, block.name)) for block in self.blocks]
 
     @property
     def refused(self) -> list[Refusal]:

@@ -156,7 +156,7 @@ def test_scores_are_those_of_the_streams_and_of_the_outputs(model):
         errors[f"model.layers.{i}"] = np.mean(
             [jnp.sum((y - z) ** 2) / jnp.sum(z**2) for y, z in pairs]
         )
-    ranked = graph.rank_blocks(params, batches, by="error")
+    ranked = sparsity.rank_groups(graph, params, batches, by="error")
     assert [*ranked] == sorted(ranked, key=ranked.get)
     for name, error in errors.items():
         np.testing.assert_allclose(ranked[name], error, rtol=1e-4)
@@ -167,7 +167,7 @@ def test_scores_are_those_of_the_streams_and_of_the_outputs(model):
     cosine = jnp.sum(stream * after, -1) / (
         jnp.linalg.norm(stream, axis=-1) * jnp.linalg.norm(after, axis=-1)
     )
-    scores = graph.rank_blocks(params, [TOKENS])
+    scores = sparsity.rank_groups(graph, params, [TOKENS], "cosine")
     np.testing.assert_allclose(scores["model.layers.0"], 1 - cosine.mean(), rtol=1e-3)
 
 
@@ -176,13 +176,13 @@ def test_unknown_names_and_models_without_blocks_are_refused(model):
     with pytest.raises(ValueError, match=r"'model\.layers\.7' is no block"):
         graph.drop(params, "model.layers.7")
     with pytest.raises(ValueError, match="by must be"):
-        graph.rank_blocks(params, [TOKENS], by="loss")
+        sparsity.rank_groups(graph, params, [TOKENS], by="size")
     with pytest.raises(ValueError, match="no batch"):
-        graph.rank_blocks(params, [])
+        sparsity.rank_groups(graph, params, [], "cosine")
     plain = sparsity.trace(lambda w, x: x @ w, jnp.ones((4, 4)), jnp.ones((2, 4)))
     assert plain.blocks == []
     with pytest.raises(ValueError, match="no residual blocks"):
-        plain.rank_blocks(jnp.ones((4, 4)), [jnp.ones((2, 4))])
+        sparsity.rank_groups(plain, jnp.ones((4, 4)), [jnp.ones((2, 4))], "cosine")
 
 
 # Arrays without entries.

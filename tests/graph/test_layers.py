@@ -202,11 +202,11 @@ def test_scores_of_layers_are_those_of_the_loop():
     streams = [X]
     for i in range(LAYERS):
         streams.append(layer(streams[-1], {name: w[i] for name, w in STACK.items()}))
-    cosines = graph.rank_blocks(PARAMS, [X])
+    cosines = sparsity.rank_groups(graph, PARAMS, [X], "cosine")
     for i, (x, y) in enumerate(itertools.pairwise(streams)):
         cosine = jnp.sum(x * y, -1) / (jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(y, axis=-1))
         np.testing.assert_allclose(cosines[f"layers/{i}"], 1 - cosine.mean(), atol=1e-6)
-    errors = graph.rank_blocks(PARAMS, [X], by="error")
+    errors = sparsity.rank_groups(graph, PARAMS, [X], by="error")
     for i in range(LAYERS):
         others = [j for j in range(LAYERS) if j != i]
         params = {**PARAMS, "layers": {n: w[jnp.array(others)] for n, w in STACK.items()}}
@@ -250,7 +250,7 @@ def test_layers_that_do_more_than_to_add_to_their_carry_stay(model):
     graph = sparsity.trace(model, PARAMS, X)
     assert graph.blocks == []
     with pytest.raises(ValueError, match="no residual blocks"):
-        graph.rank_blocks(PARAMS, [X])
+        sparsity.rank_groups(graph, PARAMS, [X], "cosine")
     zeros = {"layers": dict.fromkeys(STACK), "head": None}
     for name in WRITERS:
         zeros["layers"][name] = np.ones(STACK[name].shape, np.uint8)
@@ -297,7 +297,7 @@ def test_layers_of_flax_go_with_their_biases():
     x = X[None]
     params = Stacked().init(jax.random.key(0), x)
     graph = sparsity.trace(Stacked().apply, params, x)
-    first, *_ = graph.rank_blocks(params, [x])
+    first, *_ = sparsity.rank_groups(graph, params, [x], "cosine")
     assert first.startswith("params/blocks/")
     masks = graph.drop(params, first)
     small = sparsity.shrink(graph, params, masks)
