@@ -95,7 +95,7 @@ summarize_sparsity(only_total_sparsity=False)
 # Dataclasses that compare as any object.
 IDENTITY = """
 Alignment Axis Candidates ChannelGroup Compact Deferred Delta Equation
-Frame KeptArray KeptParameter Lane Model
+Frame KeptArray KeptParameter Lane LayerStack Model
 Program Run SharedEntry Small StoredParameter Use
 Value Walk Width _CutParameter _SlotMap _Trainer
 """
