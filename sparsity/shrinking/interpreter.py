@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -12,7 +13,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, reshard
 
-from sparsity.core.sharding import fit
+from sparsity.core.checks import is_traced
+from sparsity.core.sharding import evaluate_now, fit
 from sparsity.core.trees import PyTree
 from sparsity.graph.removal import Removal, SharedEntry
 from sparsity.programs.axes import KeptIndices, Variable, count_entries, find_kept_indices
@@ -66,7 +68,10 @@ class CutInterpreter(Interpreter[jax.Array]):
             # In a step of a scan, the row of its layer takes the place of the rows of all layers.
             index = find_kept_indices(axis, {**self._kept_indices, **self._layer_indices})  # type: ignore[dict-item]
             if index is not None:
-                array = take(array, index, axis_index)
+                # Constants stay constants, so that the smaller model can be cut like this one.
+                is_fixed = not is_traced(array) and not is_traced(index)
+                with evaluate_now() if is_fixed else contextlib.nullcontext():
+                    array = take(array, index, axis_index)
         return array
 
     def read(self, value: Value) -> jax.Array:
@@ -96,8 +101,10 @@ class CutInterpreter(Interpreter[jax.Array]):
         if all(self.shape(value) == value.shape for value in values):
             return equation.bind(inputs)
         if name in SOURCES:  # at full size, so that kept entries do not change
-            outputs = zip(equation.outputs, equation.bind(inputs), strict=True)
-            return [self.cut(value, array) for value, array in outputs]
+            with contextlib.nullcontext() if any(map(is_traced, inputs)) else evaluate_now():
+                arrays = equation.bind(inputs)
+            pairs = zip(equation.outputs, arrays, strict=True)
+            return [self.cut(value, array) for value, array in pairs]
         results = equation.bind(inputs, **self._resize(equation))
         if (entry := self._shared_entries.get(equation)) is not None:
             axis = self._coupling.axes(entry.value)[entry.axis]
