@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -35,7 +35,7 @@ from sparsity.programs.entrywise import (
     repeat_constant,
 )
 from sparsity.programs.layout import LAYOUTS
-from sparsity.programs.program import Equation, Program, Value
+from sparsity.programs.program import CALLS, Equation, Program, Value
 from sparsity.programs.walk import Interpreter, scan_like
 
 _SUMS = ("add", "add_any", "sub")
@@ -111,12 +111,19 @@ class _Search:
       program: the program, or the body.
       parameters: {input: the parameter that it is, or a layer of the parameter}.
       uses: the products and lookups that read parameters.
+      is_layer: whether the program is a layer of a scan: all that it adds must be 0, biases
+        that are added to the stream too, and no custom rule may pass gradients by.
     """
 
     def __init__(
-        self, program: Program, parameters: Mapping[Value, Path], uses: Sequence[Use]
+        self,
+        program: Program,
+        parameters: Mapping[Value, Path],
+        uses: Sequence[Use],
+        is_layer: bool = False,
     ) -> None:
-        self._program, self._parameters = program, parameters
+        self._program, self._parameters, self._is_layer = program, parameters, is_layer
+        self._ruled = {*_list_ruled(program)} if is_layer else set[Equation]()
         counts = Counter(use.path for use in uses)
         self._writers = {
             use.equation: use.path
@@ -134,12 +141,13 @@ class _Search:
         streams: dict[Value, set[Value]] = {}  # {sum: the streams before, and itself}
         branches = []
         for equation in self._program.flat_equations():
-            if equation.name not in _SUMS or equation.inputs[0].shape != equation.inputs[1].shape:
-                continue
-            pairs = [*itertools.permutations(equation.inputs)]
+            pairs = [*itertools.permutations(equation.inputs)] if equation.name in _SUMS else []
             for stream, branch in pairs[:1] if equation.name == "sub" else pairs:
-                earlier = streams.get(stream, {stream})
-                if self._reads(branch, earlier) and (paths := self._find_zeros(branch, earlier)):
+                if stream.shape != equation.outputs[0].shape:
+                    continue
+                earlier = streams.get(stream) or {*_list_casts(self._program, stream)}
+                is_read = self._is_layer or self._reads(branch, earlier)
+                if is_read and (paths := self._find_zeros(branch, earlier)):
                     (output,) = equation.outputs
                     name = trees.join_names(paths[0])
                     branches.append(ResidualBranch(name, tuple(paths), stream, output))
@@ -168,6 +176,8 @@ class _Search:
         while pending:
             value = pending.pop()
             maker = None if value in seen else self._program.makers.get(value)
+            if maker in self._ruled:
+                return []
             if maker in self._writers:
                 weights[value] = self._writers[maker]
             elif maker is not None:
@@ -176,7 +186,8 @@ class _Search:
                 others[value] = self._parameters[value]  # scales and shifts
             seen.add(value)
         zeros = {**weights, **others}
-        if not weights or not self._is_zero(branch, zeros.keys(), streams):
+        is_written = weights or (others and self._is_layer)
+        if not is_written or not self._is_zero(branch, zeros.keys(), streams):
             return []
         for value in [*others, *reversed(weights)]:
             is_last = zeros.keys() & weights.keys() == {value}
@@ -214,6 +225,22 @@ class _Search:
             return sources[0] if all(is_same(x, sources[0]) for x in sources) else None
 
         return fold(branch) == 0
+
+
+def _list_ruled(program: Program) -> Iterator[Equation]:
+    """Yields the equations of a program within calls that have a custom rule for derivatives."""
+    for equation in program.equations:
+        if equation.name in CALLS:
+            inner = equation.inner_programs[0]
+            yield from _list_ruled(inner) if equation.rule is None else inner.flat_equations()
+
+
+def _list_casts(program: Program, value: Value) -> Iterator[Value]:
+    """Yields a value, and the values that it was cast from."""
+    yield value
+    while (maker := program.makers.get(value)) and maker.name == "convert_element_type":
+        (value,) = maker.inputs
+        yield value
 
 
 def find_blocks(model: Model, uses: Sequence[Use]) -> list[ResidualBlock]:
@@ -254,14 +281,20 @@ def _find_layer_branches(
         for i, (value, inner) in enumerate(zip(body.inputs, body.program.inputs, strict=True))
         if i in body.layers and value in model.parameter_inputs
     }
-    branches = _Search(body.program, parameters, uses).find_branches()
+    branches = _Search(body.program, parameters, uses, is_layer=True).find_branches()
     by_output, chain = {branch.output: branch for branch in branches}, list[ResidualBranch]()
     for output_index, input_index in body.carries:
         value, part = body.program.outputs[output_index], list[ResidualBranch]()
-        while value in by_output:
-            part.append(by_output[value])
-            value = by_output[value].stream
-        if value is not body.program.inputs[input_index]:
+        carry, values = body.program.inputs[input_index], list[Value]()
+        while True:
+            casts = [*_list_casts(body.program, value)]
+            values += casts
+            if carry in casts or casts[-1] not in by_output:
+                break
+            part.append(by_output[casts[-1]])
+            value = part[-1].stream
+        # A carry that is cast to a dtype without some of its numbers, and back, changes.
+        if carry not in casts or any(promote(x.dtype, carry.dtype) != x.dtype for x in values):
             return []
         chain += reversed(part)
     inputs = model.parameter_inputs.items()

@@ -215,6 +215,61 @@ def test_scores_of_layers_are_those_of_the_loop():
         np.testing.assert_allclose(errors[f"layers/{i}"], expected, rtol=1e-4)
 
 
+STEPS = {
+    "bias after the sum": lambda x, p: x + jnp.tanh(x @ p["up"]) @ p["down"] + p["scale"],
+    "bias before the sum": lambda x, p: p["scale"] + (x + jnp.tanh(x @ p["up"]) @ p["down"]),
+    "gain": lambda x, p: x + p["scale"] * (jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"]),
+    "one row": lambda x, p: x + jnp.mean(x @ p["mix"], 0, keepdims=True),
+    "cast": lambda x, p: (x.astype(jnp.float32) + jnp.tanh(x @ p["up"]) @ p["down"]).astype(
+        x.dtype
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_layers_go_however_the_sum_is_written(name):
+    dtype = jnp.bfloat16 if name == "cast" else jnp.float32
+    stack, x = jax.tree.map(lambda w: w.astype(dtype), (STACK, X))
+
+    def model(stack, x):
+        return lax.scan(lambda x, p: (STEPS[name](x, p), None), x, stack)[0]
+
+    graph = sparsity.trace(model, stack, x)
+    masks = graph.drop(stack, ["layers/0", "layers/2"])
+    small = sparsity.shrink(graph, stack, masks)
+    assert small.params["up"].shape[0] == LAYERS - 2
+    np.testing.assert_array_equal(small.apply(small.params, x), model(apply_masks(stack, masks), x))
+
+
+@jax.custom_vjp
+def straight_through(x, w):
+    return x @ w
+
+
+straight_through.defvjp(
+    lambda x, w: (x @ w, w), lambda w, cotangent: (cotangent, jnp.zeros_like(w))
+)
+
+
+def test_a_layer_stays_whose_rule_passes_gradients_by():
+    def model(params, x):
+        step = lambda x, w: (x + straight_through(x, w), None)  # noqa: E731
+        return lax.scan(step, x @ params["up"], params["mix"])[0]
+
+    params = {"up": STACK["mix"][0], "mix": STACK["mix"]}
+    graph = sparsity.trace(model, params, X)
+    masks = {"up": None, "mix": np.ones(params["mix"].shape, np.uint8)}
+    masks["mix"][1] = 0
+    small = sparsity.shrink(graph, params, masks)
+
+    def loss(fn, params):
+        return jnp.sum(fn(params, X) ** 2)
+
+    grads = jax.grad(functools.partial(loss, small.apply))(small.params)
+    expected = jax.grad(functools.partial(loss, model))(apply_masks(params, masks))
+    np.testing.assert_allclose(grads["up"], expected["up"], rtol=1e-5)
+
+
 def count_steps(params, x):
     def step(carry, p):
         x, i = carry
