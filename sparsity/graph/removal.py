@@ -91,7 +91,7 @@ class Constants:
         return self.everywhere, self.may_be_nan, at
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class SharedEntry:
     """An entry that all removed channels share along an axis of a value.
 
@@ -110,7 +110,7 @@ class SharedEntry:
     axis: AxisIndex
     constant: float | None = None
     maker: Equation | None = None
-    inputs: Sequence[SharedEntry] = ()
+    inputs: tuple[SharedEntry, ...] = ()
 
     def list_values(self) -> list[Value]:
         """Returns the values of the program from which the entry is computed."""
@@ -160,7 +160,7 @@ def find_shared_entry(
             places = [(x, axis if x.shape else -1) for x in maker.inputs]
         else:
             return None
-        inputs = [entry for place in places if (entry := find(*place)) is not None]
+        inputs = tuple(entry for place in places if (entry := find(*place)) is not None)
         # The sign of a 0 is not followed.
         reads_zero = entrywise.reads_zero_sign(maker) and [x.constant for x in inputs[1:]] == [0]
         is_complete = len(inputs) == len(places) and not reads_zero
@@ -220,10 +220,10 @@ class Proof(Flow[Constants]):
         self.run(program)
 
     def _list_free_variables(self, value: Value) -> list[list[Variable]]:
-        """Returns for each axis the variables that the first pass did not pin."""
+        """Returns for each axis the variables that may lose entries, by the first pass."""
         if value not in self._free:
             axes = map(list_variables, self._coupling.axes(value))
-            self._free[value] = [[v for v in axis if v.pin is None] for axis in axes]
+            self._free[value] = [[v for v in axis if v.pin is None and v.size > 1] for axis in axes]
         return self._free[value]
 
     def _list_free_entries(self, value: Value) -> list[RemovedEntry]:
@@ -316,18 +316,14 @@ class Proof(Flow[Constants]):
     def _note_shared_entry(self, reduction: Equation, axis: AxisIndex, variable: Variable) -> bool:
         """Notes the entry that a smaller program adds to a sum; returns whether there is one."""
         (value,) = reduction.inputs
-        axes = self._list_free_variables(value)
-        # Removed entries must be those of one variable, on the axis of the sum alone.
-        is_single = [variable in other for other in axes].count(True) == 1
-        is_sum = reduction.name == "reduce_sum" and is_differentiable(value)
-        if not is_sum or {*axes[axis]} != {variable} or not is_single:
+        axes = self._coupling.axes(value)
+        is_single = [variable in list_variables(other) for other in axes].count(True) == 1
+        if not is_single or reduction.name != "reduce_sum" or not is_differentiable(value):
             return False
         available = self._available[reduction]
         entry = find_shared_entry(value, axis, variable, available, self.fact)
-        if entry is None or self.shared_entries.get(reduction, entry).axis != axis:
-            return False
-        self.shared_entries[reduction] = entry
-        return True
+        # All that an axis loses must be one entry, of whichever variable.
+        return entry is not None and entry == self.shared_entries.setdefault(reduction, entry)
 
     def _visit_layout(self, equation: Equation, rule: AxisRule) -> None:
         relations, reduction = rule.relate(equation), rule.find_reduction(equation)
