@@ -265,28 +265,27 @@ def _split_off(join: Join, large: Axis, size: int, reason: Reason) -> list[Axis]
         if large.join or not size or large.size % size:
             return None
         return large.split_variable(join, (size, large.size // size))
-    slowest, *faster = _list_parts("product", large)  # a product, cut along its slowest factor
-    inner = join_axes("product", faster)
-    if size % inner.size:
-        return None
-    pin(slowest, reason.with_detail("a cut between its entries"))
-    return [_repeat(n // inner.size, inner, reason) for n in (size, large.size - size)]
+    return _cut_product(large, (size, large.size - size), reason)
 
 
 def _unify_mixed_parts(terms: Axis, factors: Axis, reason: Reason) -> bool:
     """Unifies a stack with parts in a row, (3, D) with D + D + D, which lose equal entries."""
-    slowest, *faster = _list_parts("product", factors)
-    inner = join_axes("product", faster)
     rows = _list_parts("sum", terms)
-    if any(row.size % inner.size for row in rows):
-        return False
-    pin(slowest, reason.with_detail("parts that follow one another"))
-    for row in rows:
-        unify(row, _repeat(row.size // inner.size, inner, reason), reason)
-    return True
+    pieces = _cut_product(factors, [row.size for row in rows], reason)
+    for row, piece in zip(rows, pieces or (), strict=False):
+        unify(row, piece, reason)
+    return pieces is not None
 
 
-def _repeat(times: int, inner: Axis, reason: Reason) -> Axis:
-    if times == 1:
-        return inner
-    return join_axes("product", [Axis(times, pin=reason.with_detail("a repetition")), inner])
+def _cut_product(axis: Axis, sizes: Sequence[int], reason: Reason) -> list[Axis] | None:
+    """Returns the parts of a product that follow one another, cut along the slowest factor.
+
+    `None` if a cut is within an entry of that factor.
+    """
+    slowest, *faster = _list_parts("product", axis)
+    inner = join_axes("product", faster)
+    if any(size % inner.size for size in sizes):
+        return None
+    pieces = [Axis(size // inner.size) for size in sizes]
+    unify(slowest, join_axes("sum", pieces), reason)
+    return [join_axes("product", (piece, inner)) for piece in pieces]
