@@ -96,7 +96,7 @@ summarize_sparsity(only_total_sparsity=False)
 IDENTITY = """
 Alignment Axis Candidates ChannelGroup Compact Deferred Delta Equation
 Frame KeptArray KeptParameter Lane LayerStack Model
-Program Run SharedEntry Small StoredParameter Use
+Program Run Small StoredParameter Use
 Value Walk Width _CutParameter _SlotMap _Trainer
 """
 

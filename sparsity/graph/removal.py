@@ -7,16 +7,16 @@ maximum.
 
 A sum may also read an entry that all removed channels share, which the smaller program adds. The
 variance of LayerNorm sums squares of x - mean(x). Where channels are masked, x is 0 and a term is
-the square of -mean(x): not a constant, but the same number in all masked channels.
+the square of -mean(x): not a constant, but the same number in all masked channels. Where a constant
+array of the program is added to x, such as sinusoids, each removed channel has a term of its own.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 
@@ -28,14 +28,12 @@ from sparsity.graph.traced_model import Model, Parameter
 from sparsity.graph.uses import Use
 from sparsity.programs import entrywise
 from sparsity.programs.axes import Axis, AxisIndex, Reason, Variable, list_variables
-from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS, is_same
+from sparsity.programs.entrywise import ENTRYWISE, REDUCTIONS, SOURCES, is_same
 from sparsity.programs.layout import LAYOUTS, AxisRule, Place
 from sparsity.programs.products import PRODUCTS, read_product
 from sparsity.programs.program import CALLS, CONTROL, Equation, Program, Value, is_differentiable
 from sparsity.programs.walk import Flow
 
-# {value that is available where an equation runs: the equation that makes the value, if one does}
-AvailableValues: TypeAlias = Mapping[Value, Equation | None]
 _MAX_EQUATIONS = 64  # equations that a smaller program evaluates for one sum
 
 # An axis, and the variable that loses entries.
@@ -91,26 +89,25 @@ class Constants:
         return self.everywhere, self.may_be_nan, at
 
 
-@dataclasses.dataclass(frozen=True)
-class SharedEntry:
-    """An entry that all removed channels share along an axis of a value.
+class SharedEntry(NamedTuple):
+    """The entry of a value that all removed channels share.
 
-    Without a constant and a maker, the entry is the value itself, which has size 1 along the axis,
-    or no such axis.
+    Without a constant and a maker, the entry is the value itself, which has no channels; or the
+    value is a constant array, whose entries differ from channel to channel.
 
     Attributes:
       value: the value.
-      axis: the axis, -1 if the value has no such axis.
       constant: the entry if it is a constant.
       maker: the equation that computes the entry from entries of its inputs.
       inputs: these entries.
+      differs: whether each channel has an entry of its own, which a constant array gives.
     """
 
     value: Value
-    axis: AxisIndex
     constant: float | None = None
     maker: Equation | None = None
     inputs: tuple[SharedEntry, ...] = ()
+    differs: bool = False
 
     def list_values(self) -> list[Value]:
         """Returns the values of the program from which the entry is computed."""
@@ -119,76 +116,39 @@ class SharedEntry:
         return [value for entry in self.inputs for value in entry.list_values()]
 
 
-def find_shared_entry(
-    value: Value,
-    axis: AxisIndex,
-    variable: Variable,
-    available: AvailableValues,
-    find_constants: Callable[[Value], Constants],
-) -> SharedEntry | None:
-    """Returns the entry of all removed channels along an axis, `None` if they may differ.
+class Scope(NamedTuple):
+    """Values that one equation after another may read, as jax traces them.
 
-    Args:
-      value: the value.
-      axis: the axis.
-      variable: the variable of the channels.
-      available: the values from which an entry may be computed.
-      find_constants: returns the constants of a value.
+    Attributes:
+      makers: {value that is available: the equation that makes the value, if one does}.
+      entries: {(value, variable): the entry of removed channels, `None` if unknown}.
     """
 
-    @functools.cache
-    def find(value: Value, axis: AxisIndex) -> SharedEntry | None:
-        if find.cache_info().misses > _MAX_EQUATIONS:
-            return None
-        constants = find_constants(value)
-        constant = constants.everywhere if axis < 0 else constants[axis, variable]
-        if constant is not None:
-            return None if math.isnan(constant) else SharedEntry(value, axis, constant)
-        if axis < 0 or value.shape[axis] == 1:
-            is_available = value in available or value.constant is not None
-            return SharedEntry(value, axis) if is_available else None
-        maker = available.get(value)
-        if maker is None:
-            return None
-        if maker.name == "broadcast_in_dim":
-            (source, *_), axes = maker.inputs, maker.params["broadcast_dimensions"]
-            places = [(source, axes.index(axis) if axis in axes else -1)]
-        elif maker.name in ENTRYWISE and len(maker.outputs) == 1:
-            may_be_nan = any(find_constants(x).may_be_nan for x in maker.inputs)
-            if may_be_nan and entrywise.may_remove_nan(maker):
-                return None
-            places = [(x, axis if x.shape else -1) for x in maker.inputs]
-        else:
-            return None
-        inputs = tuple(entry for place in places if (entry := find(*place)) is not None)
-        # The sign of a 0 is not followed.
-        reads_zero = entrywise.reads_zero_sign(maker) and [x.constant for x in inputs[1:]] == [0]
-        is_complete = len(inputs) == len(places) and not reads_zero
-        return SharedEntry(value, axis, maker=maker, inputs=inputs) if is_complete else None
-
-    return find(value, axis)
+    makers: dict[Value, Equation | None]
+    entries: dict[tuple[Value, Variable], SharedEntry | None]
 
 
-def find_available_values(program: Program) -> dict[Equation, AvailableValues]:
-    """Returns the values that are available to each equation of a program, and of its calls.
+def find_scopes(program: Program) -> dict[Equation, Scope]:
+    """Returns the scope of each equation of a program, and of its calls.
 
     Only inputs and outputs enter and leave a call that is not inline: jax traces it by itself.
     """
-    by_equation: dict[Equation, AvailableValues] = {}
+    scopes: dict[Equation, Scope] = {}
 
-    def enter(program: Program, available: dict[Value, Equation | None]) -> None:
+    def enter(program: Program, scope: Scope) -> None:
         for equation in program.equations:
-            by_equation[equation] = available
+            scopes[equation] = scope
             if equation.is_inline:
-                enter(equation.inner_programs[0], available)
+                enter(equation.inner_programs[0], scope)
             elif equation.name in CALLS:
-                enter(equation.inner_programs[0], dict.fromkeys(equation.inner_programs[0].inputs))
-                available.update(dict.fromkeys(equation.outputs))
+                inputs = equation.inner_programs[0].inputs
+                enter(equation.inner_programs[0], Scope(dict.fromkeys(inputs), {}))
+                scope.makers.update(dict.fromkeys(equation.outputs))
             else:
-                available.update(dict.fromkeys(equation.outputs, equation))
+                scope.makers.update(dict.fromkeys(equation.outputs, equation))
 
-    enter(program, dict.fromkeys(program.inputs))
-    return by_equation
+    enter(program, Scope(dict.fromkeys(program.inputs), {}))
+    return scopes
 
 
 class Proof(Flow[Constants]):
@@ -201,8 +161,8 @@ class Proof(Flow[Constants]):
 
     Attributes:
       refused: variables that cannot lose entries, and why.
-      shared_entries: {sum along channels: the entry that removed channels share}, which a smaller
-        program adds for each of them.
+      shared_entries: {sum along channels: (axis, the entry that removed channels share)}, which a
+        smaller program adds for each of them.
     """
 
     def __init__(
@@ -211,9 +171,9 @@ class Proof(Flow[Constants]):
         super().__init__()
         self._coupling = coupling
         self._free: dict[Value, list[list[Variable]]] = {}
-        self._available: dict[Equation, AvailableValues] = {}
+        self._scopes: dict[Equation, Scope] = {}
         self.refused: dict[Variable, Reason] = {}
-        self.shared_entries: dict[Equation, SharedEntry] = {}
+        self.shared_entries: dict[Equation, tuple[AxisIndex, SharedEntry]] = {}
         for value, masked_entries in masked.items():
             entries = [entry for entry in self._list_free_entries(value) if entry in masked_entries]
             self.facts[value] = Constants(dict.fromkeys(entries, 0.0))
@@ -233,7 +193,7 @@ class Proof(Flow[Constants]):
         return Constants(everywhere=entrywise.find_uniform_value(value.constant))
 
     def run(self, program: Program) -> None:
-        self._available |= find_available_values(program)
+        self._scopes |= find_scopes(program)
         super().run(program)
         for equation, rule in program.calls_with_rules():
             constants = [self.fact(value) for value in equation.inputs]
@@ -243,7 +203,7 @@ class Proof(Flow[Constants]):
                 tangents = rule.inputs[len(constants) :]
                 for value, tangent in zip(equation.differentiated[0], tangents, strict=True):
                     self.facts[tangent] = Constants(dict.fromkeys(self.fact(value).at, 0.0))
-            self._available |= find_available_values(rule)
+            self._scopes |= find_scopes(rule)
             super().run(rule)
 
     def enters(self, equation: Equation) -> bool:
@@ -315,15 +275,99 @@ class Proof(Flow[Constants]):
 
     def _note_shared_entry(self, reduction: Equation, axis: AxisIndex, variable: Variable) -> bool:
         """Notes the entry that a smaller program adds to a sum; returns whether there is one."""
-        (value,) = reduction.inputs
-        axes = self._coupling.axes(value)
-        is_single = [variable in list_variables(other) for other in axes].count(True) == 1
-        if not is_single or reduction.name != "reduce_sum" or not is_differentiable(value):
+        (value,), scope = reduction.inputs, self._scopes[reduction]
+        if reduction.name != "reduce_sum" or not is_differentiable(value):
             return False
-        available = self._available[reduction]
-        entry = find_shared_entry(value, axis, variable, available, self.fact)
-        # All that an axis loses must be one entry, of whichever variable.
-        return entry is not None and entry == self.shared_entries.setdefault(reduction, entry)
+        # All that the axis may lose must be one entry, of whichever variable.
+        variables = [v for v in self._list_free_variables(value)[axis] if v not in self.refused]
+        num_before = len(scope.entries)
+        entries = [self._find_shared_entry(value, v, scope, num_before) for v in variables]
+        entry = entries[0]
+        is_variable = self._coupling.axes(value)[axis].root is variable
+        if (
+            entry is None
+            or (entry.differs and not is_variable)
+            or entries.count(entry) < len(entries)
+        ):
+            return False
+        return self.shared_entries.setdefault(reduction, (axis, entry)) == (axis, entry)
+
+    def _find_shared_entry(
+        self, value: Value, variable: Variable, scope: Scope, num_before: int
+    ) -> SharedEntry | None:
+        """Returns the entry of a value that removed channels share, `None` if there is none.
+
+        Args:
+          value: the value.
+          variable: the variable of the channels.
+          scope: the values from which an entry may be computed.
+          num_before: number of entries in the scope before those of this sum.
+        """
+        key = value, variable
+        if key not in scope.entries:
+            if len(scope.entries) > num_before + 2 * _MAX_EQUATIONS:
+                return None
+            scope.entries[key] = None  # which holds the place
+            scope.entries[key] = self._derive_shared_entry(value, variable, scope, num_before)
+        return scope.entries[key]
+
+    def _derive_shared_entry(
+        self, value: Value, variable: Variable, scope: Scope, num_before: int
+    ) -> SharedEntry | None:
+        constants, axes = self.fact(value), self._coupling.axes(value)
+        places = [i for i, x in enumerate(axes) if variable in list_variables(x)]
+        if len(places) > 1:
+            return None
+        axis = places[0] if places else None
+        constant = constants.everywhere if axis is None else constants[axis, variable]
+        if constant is not None:
+            return None if math.isnan(constant) else SharedEntry(value, constant)
+        if value.constant is not None:
+            return SharedEntry(value, differs=axis is not None)
+        maker = scope.makers.get(value)
+        if axis is None:
+            return SharedEntry(value) if value in scope.makers else None
+        if maker is None or not self._is_by_channel(maker, axis, variable):
+            return None
+        inputs = [
+            entry
+            for x in maker.inputs
+            if (entry := self._find_shared_entry(x, variable, scope, num_before)) is not None
+        ]
+        # The sign of a 0 is not followed.
+        reads_zero = entrywise.reads_zero_sign(maker) and [x.constant for x in inputs[1:]] == [0]
+        if len(inputs) < len(maker.inputs) or reads_zero:
+            return None
+        differs = maker.name in SOURCES or any(entry.differs for entry in inputs)
+        return SharedEntry(value, maker=maker, inputs=tuple(inputs), differs=differs)
+
+    def _is_by_channel(self, maker: Equation, axis: AxisIndex, variable: Variable) -> bool:
+        """Returns whether an equation computes each channel of its output from that of its inputs.
+
+        Args:
+          maker: the equation.
+          axis: the axis of the output that has the channels.
+          variable: the variable of the channels.
+        """
+        name, sources = maker.name, dict[int, AxisIndex]()
+        if len(maker.outputs) > 1:
+            return False
+        if name in ENTRYWISE:
+            may_be_nan = any(self.fact(x).may_be_nan for x in maker.inputs)
+            return not (may_be_nan and entrywise.may_remove_nan(maker))
+        if name in REDUCTIONS or name in SOURCES:
+            return True
+        if name in LAYOUTS:
+            pairs = [x.pair for x in LAYOUTS[name].relate(maker) if x.pair]
+            sources = {source.array: source.axis for source, place in pairs if place.axis == axis}
+        elif name in PRODUCTS and (product := read_product(maker)).kind == "dot":
+            maps = [product.map_result_axes(operand) for operand in range(2)]
+            sources = {i: places[axis] for i, places in enumerate(maps) if axis in places}
+        has_channels = [
+            any(variable in list_variables(x) for x in self._coupling.axes(value))
+            for value in maker.inputs
+        ]
+        return {i for i, has in enumerate(has_channels) if has} == sources.keys()
 
     def _visit_layout(self, equation: Equation, rule: AxisRule) -> None:
         relations, reduction = rule.relate(equation), rule.find_reduction(equation)
@@ -457,13 +501,13 @@ class Removal:
         return self.find_unproven(self._maskable_entries)
 
     @property
-    def shared_entries(self) -> dict[Equation, SharedEntry]:
-        """{sum along channels: the entry that removed channels share}, which a cut model adds."""
+    def shared_entries(self) -> dict[Equation, tuple[AxisIndex, SharedEntry]]:
+        """{sum: (axis, the entry that removed channels share along it)}, which a cut model adds."""
         return self._prove(self._maskable_entries)[1]
 
     def _prove(
         self, masked: Mapping[Path, Collection[tuple[AxisIndex, Variable]]]
-    ) -> tuple[dict[Variable, Reason], dict[Equation, SharedEntry]]:
+    ) -> tuple[dict[Variable, Reason], dict[Equation, tuple[AxisIndex, SharedEntry]]]:
         """Returns `refused` and `shared_entries` of a proof; removed entries are 0."""
         key = frozenset((path, *entry) for path, entries in masked.items() for entry in entries)
         if key not in self._proofs:

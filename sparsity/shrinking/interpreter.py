@@ -17,7 +17,14 @@ from sparsity.core.checks import is_traced
 from sparsity.core.sharding import evaluate_now, fit
 from sparsity.core.trees import PyTree
 from sparsity.graph.removal import Removal, SharedEntry
-from sparsity.programs.axes import KeptIndices, Variable, count_entries, find_kept_indices
+from sparsity.programs.axes import (
+    KeptIndices,
+    Variable,
+    count_entries,
+    find_kept_indices,
+    label_entries,
+    list_variables,
+)
 from sparsity.programs.entrywise import SOURCES
 from sparsity.programs.layout import LAYOUTS
 from sparsity.programs.products import PRODUCTS, read_product
@@ -44,10 +51,11 @@ class CutInterpreter(Interpreter[jax.Array]):
         # The row of `kept_indices` for the layer of a step.
         self._layer_indices: dict[Variable, jax.Array] = {}
         self._needed_values = {
-            x for entry in self._shared_entries.values() for x in entry.list_values()
+            x for _, entry in self._shared_entries.values() for x in entry.list_values()
         }
-        # Arrays of these values, in the body or call that runs.
+        # Arrays of these values, and those of shared entries by id, in the body or call that runs.
         self._needed_arrays: dict[Value, jax.Array] = {}
+        self._entry_arrays: dict[int, jax.Array] = {}
         self._sizes = {variable: index.shape[-1] for variable, index in kept_indices.items()}
 
     def shape(self, value: Value) -> tuple[int, ...]:
@@ -87,12 +95,11 @@ class CutInterpreter(Interpreter[jax.Array]):
     def run(self, program: Program, inputs: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the outputs of a program; no other program reads its needed arrays."""
         pairs = zip(program.inputs, inputs, strict=True)
-        outer = self._needed_arrays
-        self._needed_arrays = {
-            value: array for value, array in pairs if value in self._needed_values
-        }
+        outer = self._needed_arrays, self._entry_arrays
+        needed = {value: array for value, array in pairs if value in self._needed_values}
+        self._needed_arrays, self._entry_arrays = needed, {}
         outputs = super().run(program, inputs)
-        self._needed_arrays = outer
+        self._needed_arrays, self._entry_arrays = outer
         return outputs
 
     def bind(self, equation: Equation, inputs: list[jax.Array]) -> ArraySequence:
@@ -106,11 +113,8 @@ class CutInterpreter(Interpreter[jax.Array]):
             pairs = zip(equation.outputs, arrays, strict=True)
             return [self.cut(value, array) for value, array in pairs]
         results = equation.bind(inputs, **self._resize(equation))
-        if (entry := self._shared_entries.get(equation)) is not None:
-            axis = self._coupling.axes(entry.value)[entry.axis]
-            # The entries that the sum has lost are all alike.
-            if num_removed := axis.size - count_entries(axis, self._sizes):
-                results[0] += num_removed * equation.bind([self._compute_entry(entry)])[0]
+        if equation in self._shared_entries:
+            results[0] += self._sum_removed(equation, *self._shared_entries[equation])
         return results
 
     def _resize(self, equation: Equation) -> dict[str, object]:
@@ -123,20 +127,42 @@ class CutInterpreter(Interpreter[jax.Array]):
             return {"feature_group_count": groups}
         return _fit_shardings(equation, self.shape(equation.outputs[0]))
 
+    def _sum_removed(self, reduction: Equation, axis_index: int, entry: SharedEntry) -> PyTree:
+        """Returns what a sum has lost along an axis with its removed entries."""
+        axis = self._coupling.axes(entry.value)[axis_index]
+        num_removed = axis.size - count_entries(axis, self._sizes)
+        if not num_removed:
+            return 0
+        kept = {v: self._kept_indices[v] for v in list_variables(axis) if v in self._kept_indices}
+        one_each = dict.fromkeys(kept, np.arange(1))
+        removed = copy.copy(self)  # the interpreter of the removed channels, or of one of them
+        indices = {v: _invert(x, v.size) for v, x in kept.items()} if entry.differs else one_each
+        removed._kept_indices = self._kept_indices | indices
+        removed._sizes = self._sizes | {v: index.shape[-1] for v, index in indices.items()}
+        removed._layer_indices = {v: x for v, x in self._layer_indices.items() if v not in kept}
+        array = removed._compute_entry(entry)
+        if entry.differs:
+            return reduction.bind([array])[0]
+        # The axis may have entries of other variables, and several of this one, which are alike.
+        labels = label_entries(axis, next(iter(kept)), removed._sizes)
+        place = int(np.argmax(np.asarray(labels) >= 0))
+        array = lax.slice_in_dim(array, place, place + 1, axis=axis_index)
+        return num_removed * reduction.bind([array])[0]
+
     def _compute_entry(self, entry: SharedEntry) -> jax.Array:
-        """Returns the entry that all removed channels share, at size 1 along its axis."""
-        value, maker = entry.value, entry.maker
-        shape = [1 if i == entry.axis else n for i, n in enumerate(self.shape(value))]
-        if entry.constant is not None:
-            return _reshard_like(value, jnp.full(shape, entry.constant, value.dtype))
-        if maker is None:
-            return self._needed_arrays[value] if value.constant is None else self.read(value)
-        inputs = [self._compute_entry(x) for x in entry.inputs]
-        if maker.name == "broadcast_in_dim":
-            axes = maker.params["broadcast_dimensions"]
-            return _reshard_like(value, lax.broadcast_in_dim(inputs[0], shape, axes))
-        inputs = [jnp.broadcast_to(x, shape) if x.shape else x for x in inputs]
-        return maker.bind(inputs, **_fit_shardings(maker, tuple(shape)))[0]
+        """Returns the entries of removed channels, where this is their interpreter."""
+        if id(entry) not in self._entry_arrays:
+            value, maker = entry.value, entry.maker
+            if entry.constant is not None:
+                array = jnp.full(self.shape(value), entry.constant, value.dtype)
+            elif maker is None:
+                array = (
+                    self.read(value) if value.constant is not None else self._needed_arrays[value]
+                )
+            else:
+                array = self.bind(maker, [self._compute_entry(x) for x in entry.inputs])[0]
+            self._entry_arrays[id(entry)] = _reshard_like(value, array)
+        return self._entry_arrays[id(entry)]
 
     def call(self, equation: Equation, inputs: list[jax.Array]) -> ArraySequence:
         """Returns the outputs of a call; keeps rematerialisation and rules for derivatives."""
@@ -206,6 +232,12 @@ class CutInterpreter(Interpreter[jax.Array]):
         with_vjp = jax.custom_vjp(function)
         with_vjp.defvjp(lambda *inputs: (function(*inputs), inputs), backward)
         return with_vjp
+
+
+def _invert(kept: np.ndarray, size: int) -> np.ndarray:
+    """Returns the indices below a size that are not kept, for each layer where layers differ."""
+    rows = [np.setdiff1d(np.arange(size), row) for row in np.atleast_2d(kept)]
+    return rows[0] if kept.ndim == 1 else np.stack(rows)
 
 
 def _make_zero_tangents(arrays: ArraySequence) -> list[np.ndarray]:

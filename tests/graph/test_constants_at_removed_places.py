@@ -52,17 +52,24 @@ def looked_up(x, **options):
 COUNTS = {
     "batched dot": lambda x: jnp.log(jnp.einsum("rc,rc->c", jnp.exp(x), jnp.exp(x)))[None],
     "batched dot of ones": lambda x: jnp.log(jnp.einsum("rc,rc->c", jnp.exp(x), 1 + 0 * x))[None],
-    "depthwise convolution": lambda x: jnp.log(depthwise(jnp.exp(x), jnp.ones((3, 1, CHANNELS)))),
     "sum over positions": lambda x: jnp.log(jnp.exp(x).sum(0, keepdims=True)),
     "sum of windows": lambda x: jnp.log(
         lax.reduce_window(jnp.exp(x), 0.0, lax.add, (2, 1), (1, 1), "VALID")
     ),
     "running sum": lambda x: jnp.log(jnp.cumsum(jnp.exp(x), 0)),
 }
+# Functions of channels that a smaller program cannot compute for a removed one.
+UNKNOWN = {
+    "depthwise convolution": lambda x: jnp.log(depthwise(jnp.exp(x), jnp.ones((3, 1, CHANNELS)))),
+    "in a call": lambda x: jnp.log(jax.checkpoint(lambda x: jnp.exp(x).cumsum(0))(x)),
+}
 # Where channels are masked a lookup that is out of range puts something else than the constant.
 LOOKUPS = {
     "number": lambda x: looked_up(x, mode="fill", fill_value=3.0),
     "number of integers": lambda x: looked_up(jnp.sign(x).astype(jnp.int32), mode="fill") / 1e9,
+}
+# NaN that becomes a number, which the constants do not tell.
+REMOVED_NANS = {
     "nan made a number": lambda x: jnp.nan_to_num(looked_up(x, mode="fill"), nan=5.0),
     "nan compared": lambda x: jnp.where(looked_up(x, mode="fill") == 0, 0.0, 2.0),
     "nan cast": lambda x: 1.0 + jnp.isnan(looked_up(x, mode="fill")),
@@ -78,14 +85,19 @@ ARITHMETIC = {
 }
 
 
-@pytest.mark.parametrize("between", [*COUNTS.values()], ids=[*COUNTS])
+@pytest.mark.parametrize("between", [*UNKNOWN.values()], ids=[*UNKNOWN])
 def test_a_sum_of_known_factors_other_than_zero_is_not_known(between):
     names, reasons = cut(between)
     assert names == []
     assert any("not known" in reason for reason in reasons)
 
 
-@pytest.mark.parametrize("between", [*LOOKUPS.values()], ids=[*LOOKUPS])
+@pytest.mark.parametrize("between", [*COUNTS.values(), *LOOKUPS.values()], ids=[*COUNTS, *LOOKUPS])
+def test_what_all_masked_channels_hold_is_computed_by_the_smaller_program(between):
+    assert cut(between)[0] == ["up:1"]
+
+
+@pytest.mark.parametrize("between", [*REMOVED_NANS.values()], ids=[*REMOVED_NANS])
 def test_what_a_lookup_puts_out_of_range_reaches_masked_channels_too(between):
     assert cut(between)[0] == []
 

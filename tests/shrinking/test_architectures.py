@@ -104,6 +104,15 @@ def channel_shuffle(p, x):
     return one @ p["out"] + jnp.tanh(two) @ p["other"]
 
 
+def token_mixing(p, x):
+    """Products over tokens with biases, so that masked channels hold numbers, as in MLP-Mixer."""
+    y = x @ p["in"]
+    for _ in range(2):
+        mixed = jnp.tanh((norm(y) * p["scale"]).swapaxes(1, 2) @ p["up"] + p["bias"]) @ p["down"]
+        y = y + mixed.swapaxes(1, 2)
+    return (norm(y) * p["scale"]) @ p["out"]
+
+
 def sinusoids(p, x):
     """A constant in the channels, whose readers are all masked."""
     return jnp.tanh(x @ p["in"] + np.sin(np.arange(LENGTH * 6).reshape(LENGTH, 6))) @ p["out"]
@@ -123,6 +132,9 @@ LAYERS = {
     standardized_kernel: (
         {"in": (3, 6), "kernel": (5, 6, 3), "gain": (5, 1), "out": (5, 2)}, [5, 6]),
     channel_shuffle: ({"one": (3, 4), "two": (3, 4), "out": (4, 2), "other": (4, 2)}, [2, 2]),
+    token_mixing: (
+        {"in": (3, 6), "scale": (6,), "up": (4, 5), "bias": (5,), "down": (5, 4), "out": (6, 2)},
+        [5, 6]),
     sinusoids: ({"in": (3, 6), "out": (6, 2)}, [6]),
 }  # fmt: skip
 

@@ -43,6 +43,8 @@ SPELLINGS = {
     "mean deviation": lambda p, x: (x - mean(x)) / mean(jnp.abs(x - mean(x))) * p["scale"],
 }  # fmt: skip
 LAYER_NORM = SPELLINGS["squared difference"]
+TABLE = np.sin(np.arange(3 * WIDTH)).reshape(3, WIDTH)  # of positions, which is no parameter
+SPELLINGS["sinusoids"] = lambda p, x: LAYER_NORM(p, x + TABLE)
 
 
 def make_packaged():
@@ -130,14 +132,11 @@ def test_a_stream_is_cut_under_every_norm_with_or_without_a_scale(kind):
         oracles.check(fn, params, (TOKENS,), 1e-10, is_each_alone=False)
 
 
-TABLE = draw(5, 3, WIDTH)  # of positions, which is no parameter
-SUM = "sum over the channels"
 REFUSED = {
     "a dot": (lambda p, x: (x - mean(x)) / jnp.einsum("btc,btc->bt", x - mean(x), x - mean(x))[
         ..., None] * p["scale"], "a product along the channels"),
-    "an offset of its own": (lambda p, x: LAYER_NORM(p, x + TABLE), SUM),
     "a variance in a call of its own": (lambda p, x: (x - mean(x)) / jax.checkpoint(
-        lambda c: mean(c**2))(x - mean(x)) * p["scale"], SUM),
+        lambda c: mean(c**2))(x - mean(x)) * p["scale"], "sum over the channels"),
 }  # fmt: skip
 
 
