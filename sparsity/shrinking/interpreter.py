@@ -53,9 +53,9 @@ class CutInterpreter(Interpreter[jax.Array]):
         self._needed_values = {
             x for _, entry in self._shared_entries.values() for x in entry.list_values()
         }
-        # Arrays of these values, and those of shared entries by id, in the body or call that runs.
+        # Arrays of these values, and of shared entries, in the body or call that runs.
         self._needed_arrays: dict[Value, jax.Array] = {}
-        self._entry_arrays: dict[int, jax.Array] = {}
+        self._entry_arrays: dict[tuple[int, tuple[int, ...]], jax.Array] = {}
         self._sizes = {variable: index.shape[-1] for variable, index in kept_indices.items()}
 
     def shape(self, value: Value) -> tuple[int, ...]:
@@ -151,8 +151,9 @@ class CutInterpreter(Interpreter[jax.Array]):
 
     def _compute_entry(self, entry: SharedEntry) -> jax.Array:
         """Returns the entries of removed channels, where this is their interpreter."""
-        if id(entry) not in self._entry_arrays:
-            value, maker = entry.value, entry.maker
+        value, maker = entry.value, entry.maker
+        key = id(entry), self.shape(value)  # which tells one removed channel from all
+        if key not in self._entry_arrays:
             if entry.constant is not None:
                 array = jnp.full(self.shape(value), entry.constant, value.dtype)
             elif maker is None:
@@ -161,8 +162,8 @@ class CutInterpreter(Interpreter[jax.Array]):
                 )
             else:
                 array = self.bind(maker, [self._compute_entry(x) for x in entry.inputs])[0]
-            self._entry_arrays[id(entry)] = _reshard_like(value, array)
-        return self._entry_arrays[id(entry)]
+            self._entry_arrays[key] = _reshard_like(value, array)
+        return self._entry_arrays[key]
 
     def call(self, equation: Equation, inputs: list[jax.Array]) -> ArraySequence:
         """Returns the outputs of a call; keeps rematerialisation and rules for derivatives."""
