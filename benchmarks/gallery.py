@@ -7,6 +7,7 @@ and compared with the masked network. A second table counts the networks that me
     pip install torch torchvision timm torchax torch-pruning flax
     python -m benchmarks.gallery [--trace] [--pruning] [name ...]
 
+torchax 0.0.13 names operators that torch 2.14 no longer has: take an older torch.
 --trace stops before the cut. --pruning compares numbers of parameters with torch-pruning.
 """
 
