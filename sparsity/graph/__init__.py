@@ -5,7 +5,9 @@ Each analysis answers one question, is made from the `Model` and analyses below 
 imports only from these:
 
 - `graph.py`: how many multiply-adds and bytes does the model need, with masks or without channels?
+- `depth.py`: which branches and layers may go as a whole?
 - `removal.py`: why may a channel be removed?
+- `kinds.py`: what are the channels: hidden units, heads, a stream, experts?
 - `coupling.py`, `groups.py`: which entries are removed together with a channel?
 - `affine.py`: by which numbers is a parameter multiplied before a product reads it?
 - `readers.py`: what do products add to the outputs of a parameter, which patterns fit its inputs?
