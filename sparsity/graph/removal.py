@@ -116,7 +116,7 @@ class SharedEntry(NamedTuple):
         return [value for entry in self.inputs for value in entry.list_values()]
 
 
-class Scope(NamedTuple):
+class Readable(NamedTuple):
     """Values that one equation after another may read, as jax traces them.
 
     Attributes:
@@ -128,26 +128,26 @@ class Scope(NamedTuple):
     entries: dict[tuple[Value, Variable], SharedEntry | None]
 
 
-def find_scopes(program: Program) -> dict[Equation, Scope]:
+def find_scopes(program: Program) -> dict[Equation, Readable]:
     """Returns the scope of each equation of a program, and of its calls.
 
     Only inputs and outputs enter and leave a call that is not inline: jax traces it by itself.
     """
-    scopes: dict[Equation, Scope] = {}
+    scopes: dict[Equation, Readable] = {}
 
-    def enter(program: Program, scope: Scope) -> None:
+    def enter(program: Program, scope: Readable) -> None:
         for equation in program.equations:
             scopes[equation] = scope
             if equation.is_inline:
                 enter(equation.inner_programs[0], scope)
             elif equation.name in CALLS:
                 inputs = equation.inner_programs[0].inputs
-                enter(equation.inner_programs[0], Scope(dict.fromkeys(inputs), {}))
+                enter(equation.inner_programs[0], Readable(dict.fromkeys(inputs), {}))
                 scope.makers.update(dict.fromkeys(equation.outputs))
             else:
                 scope.makers.update(dict.fromkeys(equation.outputs, equation))
 
-    enter(program, Scope(dict.fromkeys(program.inputs), {}))
+    enter(program, Readable(dict.fromkeys(program.inputs), {}))
     return scopes
 
 
@@ -171,7 +171,7 @@ class Proof(Flow[Constants]):
         super().__init__()
         self._coupling = coupling
         self._free: dict[Value, list[list[Variable]]] = {}
-        self._scopes: dict[Equation, Scope] = {}
+        self._scopes: dict[Equation, Readable] = {}
         self.refused: dict[Variable, Reason] = {}
         self.shared_entries: dict[Equation, tuple[AxisIndex, SharedEntry]] = {}
         for value, masked_entries in masked.items():
@@ -293,7 +293,7 @@ class Proof(Flow[Constants]):
         return self.shared_entries.setdefault(reduction, (axis, entry)) == (axis, entry)
 
     def _find_shared_entry(
-        self, value: Value, variable: Variable, scope: Scope, num_before: int
+        self, value: Value, variable: Variable, scope: Readable, num_before: int
     ) -> SharedEntry | None:
         """Returns the entry of a value that removed channels share, `None` if there is none.
 
@@ -312,7 +312,7 @@ class Proof(Flow[Constants]):
         return scope.entries[key]
 
     def _derive_shared_entry(
-        self, value: Value, variable: Variable, scope: Scope, num_before: int
+        self, value: Value, variable: Variable, scope: Readable, num_before: int
     ) -> SharedEntry | None:
         constants, axes = self.fact(value), self._coupling.axes(value)
         places = [i for i, x in enumerate(axes) if variable in list_variables(x)]

@@ -140,6 +140,11 @@ class CutInterpreter(Interpreter[jax.Array]):
         removed._kept_indices = self._kept_indices | indices
         removed._sizes = self._sizes | {v: index.shape[-1] for v, index in indices.items()}
         removed._layer_indices = {v: x for v, x in self._layer_indices.items() if v not in kept}
+        for v in self._layer_indices.keys() & kept.keys() if entry.differs else ():
+            num_others = v.size - len(self._layer_indices[v])
+            removed._layer_indices[v] = jnp.setdiff1d(
+                jnp.arange(v.size), self._layer_indices[v], assume_unique=True, size=num_others
+            )
         array = removed._compute_entry(entry)
         if entry.differs:
             return reduction.bind([array])[0]

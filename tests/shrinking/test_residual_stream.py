@@ -150,6 +150,28 @@ def test_a_stream_is_refused_under_norms_whose_removed_entries_are_not_known(nam
     assert reason.startswith(words)
 
 
+def test_hidden_units_of_layers_with_sinusoids_are_cut_layer_by_layer():
+    def fn(params, x):
+        def step(x, p):
+            angles = jnp.arange(x.shape[1])[:, None] * jnp.arange(1.0 * WIDTH)
+            hidden = x @ p["up"] + jnp.sin(angles)
+            return x + LAYER_NORM({"scale": p["scale"], "bias": 0.0}, hidden) @ p["down"], None
+
+        return lax.scan(step, x, params)[0]
+
+    shapes = {"up": (2, 4, WIDTH), "scale": (2, WIDTH), "down": (2, WIDTH, 4)}
+    with jax.enable_x64(True):
+        params = {name: jnp.asarray(draw(i, *x)) for i, (name, x) in enumerate(shapes.items())}
+        x, mask = jnp.asarray(draw(9, 1, 3, 4)), np.ones((2, WIDTH))
+        mask[[0, 0, 1, 1], [1, 5, 2, 3]] = 0
+        masks = {"up": np.ones((2, 4, 1)) * mask[:, None], "scale": mask}
+        masks["down"] = masks["up"].transpose(0, 2, 1)
+        small = shrink(trace(fn, params, x), params, masks)
+        assert small.params["scale"].shape == (2, WIDTH - 2)
+        masked = {name: params[name] * masks[name] for name in params}
+        np.testing.assert_allclose(small.apply(small.params, x), fn(masked, x), atol=1e-10)
+
+
 def test_a_stream_is_cut_under_a_norm_with_a_rule_for_derivatives():
     @jax.custom_jvp
     def norm(x, scale):
