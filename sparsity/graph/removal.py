@@ -282,15 +282,14 @@ class Proof(Flow[Constants]):
         variables = [v for v in self._list_free_variables(value)[axis] if v not in self.refused]
         num_before = len(scope.entries)
         entries = [self._find_shared_entry(value, v, scope, num_before) for v in variables]
-        entry = entries[0]
-        is_variable = self._coupling.axes(value)[axis].root is variable
-        if (
-            entry is None
-            or (entry.differs and not is_variable)
-            or entries.count(entry) < len(entries)
-        ):
+        entry, is_variable = entries[0], self._coupling.axes(value)[axis].root is variable
+        if entry is None or entries.count(entry) < len(entries) or entry.differs > is_variable:
             return False
         return self.shared_entries.setdefault(reduction, (axis, entry)) == (axis, entry)
+
+    def _find_axes(self, value: Value, variable: Variable) -> list[AxisIndex]:
+        axes = self._coupling.axes(value)
+        return [i for i, axis in enumerate(axes) if variable in list_variables(axis)]
 
     def _find_shared_entry(
         self, value: Value, variable: Variable, scope: Readable, num_before: int
@@ -314,11 +313,10 @@ class Proof(Flow[Constants]):
     def _derive_shared_entry(
         self, value: Value, variable: Variable, scope: Readable, num_before: int
     ) -> SharedEntry | None:
-        constants, axes = self.fact(value), self._coupling.axes(value)
-        places = [i for i, x in enumerate(axes) if variable in list_variables(x)]
-        if len(places) > 1:
+        constants, axes = self.fact(value), self._find_axes(value, variable)
+        if len(axes) > 1:
             return None
-        axis = places[0] if places else None
+        axis = axes[0] if axes else None
         constant = constants.everywhere if axis is None else constants[axis, variable]
         if constant is not None:
             return None if math.isnan(constant) else SharedEntry(value, constant)
@@ -329,17 +327,14 @@ class Proof(Flow[Constants]):
             return SharedEntry(value) if value in scope.makers else None
         if maker is None or not self._is_by_channel(maker, axis, variable):
             return None
-        inputs = [
-            entry
-            for x in maker.inputs
-            if (entry := self._find_shared_entry(x, variable, scope, num_before)) is not None
-        ]
+        entries = [self._find_shared_entry(x, variable, scope, num_before) for x in maker.inputs]
+        inputs = tuple(entry for entry in entries if entry is not None)
         # The sign of a 0 is not followed.
         reads_zero = entrywise.reads_zero_sign(maker) and [x.constant for x in inputs[1:]] == [0]
         if len(inputs) < len(maker.inputs) or reads_zero:
             return None
         differs = maker.name in SOURCES or any(entry.differs for entry in inputs)
-        return SharedEntry(value, maker=maker, inputs=tuple(inputs), differs=differs)
+        return SharedEntry(value, maker=maker, inputs=inputs, differs=differs)
 
     def _is_by_channel(self, maker: Equation, axis: AxisIndex, variable: Variable) -> bool:
         """Returns whether an equation computes each channel of its output from that of its inputs.
@@ -349,7 +344,7 @@ class Proof(Flow[Constants]):
           axis: the axis of the output that has the channels.
           variable: the variable of the channels.
         """
-        name, sources = maker.name, dict[int, AxisIndex]()
+        name, sources = maker.name, set[int]()
         if len(maker.outputs) > 1:
             return False
         if name in ENTRYWISE:
@@ -359,15 +354,10 @@ class Proof(Flow[Constants]):
             return True
         if name in LAYOUTS:
             pairs = [x.pair for x in LAYOUTS[name].relate(maker) if x.pair]
-            sources = {source.array: source.axis for source, place in pairs if place.axis == axis}
-        elif name in PRODUCTS and (product := read_product(maker)).kind == "dot":
-            maps = [product.map_result_axes(operand) for operand in range(2)]
-            sources = {i: places[axis] for i, places in enumerate(maps) if axis in places}
-        has_channels = [
-            any(variable in list_variables(x) for x in self._coupling.axes(value))
-            for value in maker.inputs
-        ]
-        return {i for i, has in enumerate(has_channels) if has} == sources.keys()
+            sources = {source.array for source, target in pairs if target.axis == axis}
+        elif name in PRODUCTS and read_product(maker).kind == "dot":
+            sources = {i for i in range(2) if axis in read_product(maker).map_result_axes(i)}
+        return sources == {i for i, x in enumerate(maker.inputs) if self._find_axes(x, variable)}
 
     def _visit_layout(self, equation: Equation, rule: AxisRule) -> None:
         relations, reduction = rule.relate(equation), rule.find_reduction(equation)
