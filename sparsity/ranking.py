@@ -25,7 +25,7 @@ from sparsity.calibration.statistics.grams import broadcast_num_rows
 from sparsity.calibration.statistics.sums import StatisticsKind
 from sparsity.core import sharding, trees
 from sparsity.core.arrays import promote
-from sparsity.core.checks import check_iterable, check_kind
+from sparsity.core.checks import check_function, check_iterable, check_kind
 from sparsity.core.trees import KeyPath, Masks, Params, PyTree
 from sparsity.graph import Coupled, Graph
 from sparsity.graph.coupled import GroupChoice
@@ -84,8 +84,7 @@ def rank_groups(
     if by not in get_args(Criterion):
         raise ValueError(f"by must be one of {get_args(Criterion)}, got by = {by!r}.")
     graph.parameters.check_complete(params)
-    if loss_fn is None and by in ("loss", "taylor"):
-        raise ValueError(f"by = {by!r} needs loss_fn(params, batch), got loss_fn = None.")
+    check_function("loss_fn", loss_fn, "params and a batch", optional=by not in ("loss", "taylor"))
     match by:
         case "cosine" | "error" | "loss":
             return _rank_blocks(graph, params, batches, by, groups, loss_fn)
@@ -173,6 +172,11 @@ def _rank_blocks(
     check_iterable("batches", batches)
     if not (listed := list(batches)):
         raise ValueError("batches has no batch: give at least one.")
+    if by != "loss" and len(graph.model.example[1]) != 1:
+        raise ValueError(
+            "rank_groups calls fn(params, batch), and batches has one value for each call: trace a "
+            "function of two arguments."
+        )
     if callable(groups):
         raise ValueError("groups must name blocks or branches, got a function.")
     names = [block.name for block in graph.blocks]
@@ -185,14 +189,22 @@ def _rank_blocks(
     if by == "cosine":
         if others := [name for name in chosen if name not in names]:
             raise ValueError(f"groups: {others[0]!r} is a branch, and 'cosine' compares blocks.")
-        cosines = [graph.compare_streams(params, batch) for batch in listed]
-        rows = [[row[name] for name in chosen] for row in cosines]
+        rows = [_measure_cosines(graph, params, batch, chosen) for batch in listed]
     else:
         masks = _list_masks(graph, params, chosen)
         fn, measure = (graph.model.fn, _measure_error) if by == "error" else (loss_fn, jnp.subtract)
         rows = _measure_without(fn, params, listed, masks, measure)
     means = np.mean(np.asarray(rows, np.float32), axis=0)
     return {name: mean for mean, name in sorted(zip(means, chosen, strict=True))}
+
+
+def _measure_cosines(
+    graph: Graph, params: Params, batch: PyTree, chosen: Sequence[str]
+) -> list[jax.Array]:
+    arrays = [*trees.split_arrays(params)[0], *trees.split_arrays(batch)[0]]
+    distances = graph.retrace(params, batch).compare_streams(arrays)
+    by_name = dict(zip((block.name for block in graph.blocks), distances, strict=True))
+    return [by_name[name] for name in chosen]
 
 
 def _list_masks(graph: Graph, params: Params, chosen: Sequence[str]) -> list[Masks]:

@@ -28,15 +28,14 @@ from sparsity.core.checks import (
     check_fraction,
     check_int,
     check_kind,
-    check_real_array,
     is_traced,
 )
-from sparsity.core.names import suggest
 from sparsity.core.trees import KeyPath, Masks, Params, Path, PyTree, ScoreTree, Sparsities
 from sparsity.graph.graph import Graph
 from sparsity.graph.groups import (
     ChannelGroup,
     PlanLike,
+    check_importance,
     find_matching,
     resize_groups,
     solve_sizes,
@@ -225,14 +224,7 @@ class Coupled(DataclassBase):
             raise ValueError(f"plan must be a sparsity.Plan or None, got plan = {self.plan!r}.")
 
     def _check_importance(self, importance: Mapping[str, np.ndarray]) -> None:
-        check_kind("importance", importance, Mapping, "a dict {group: importance of its channels}")
-        for name, numbers in importance.items():
-            group = next((group for group in self.graph.groups if group.name == name), None)
-            if group is None:
-                names = [group.name for group in self.graph.groups]
-                raise ValueError(f"importance: {name!r} is no group. {suggest(name, names)}")
-            shape = (group.layers, group.size) if group.layers else (group.size,)
-            check_real_array(f"importance[{name!r}]", numbers, shape)
+        check_importance(self.graph.groups, importance)
         for group in filter(self.chooses, self.graph.groups):
             if group.name not in importance:
                 raise ValueError(f"importance has none of the chosen group {group.name!r}.")

@@ -30,7 +30,7 @@ from sparsity.graph.depth import (
     find_blocks,
     find_stacks,
 )
-from sparsity.graph.groups import ChannelGroup, Refusal
+from sparsity.graph.groups import ChannelGroup, Refusal, check_importance
 from sparsity.graph.readers import Bias, PatternAlongInputs, WeightFilter, find_biases
 from sparsity.graph.removal import Removal
 from sparsity.graph.traced_model import Model, Parameter, Parameters, trace_model
@@ -537,7 +537,7 @@ class Graph:
           ['up:1', '8', '1', '50.0%', '50.0%']
         """
         importance = {} if importance is None else importance
-        check_kind("importance", importance, Mapping, "a result of sparsity.rank_groups")
+        check_importance(self.groups, importance)
         columns = ["channels", "layers", "MACs saved", "bytes saved"]
         columns += ["least", "median", "largest"] if importance else []
         table = extras.make_table(("kind", "group"), columns)
@@ -631,15 +631,12 @@ class Graph:
             chosen |= matching
         return chosen
 
-    def compare_streams(self, params: Params, batch: PyTree) -> dict[str, jax.Array]:
-        """Returns 1 - the mean cosine of the streams before and after each block, by its name."""
-        graph = self.retrace(params, batch)
-        arrays = [*trees.split_arrays(params)[0], *trees.split_arrays(batch)[0]]
-        names = [block.name for block in self.blocks]
-        return dict(zip(names, graph._compare_streams(arrays), strict=True))
-
     @functools.cached_property
-    def _compare_streams(self) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
+    def compare_streams(self) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
+        """A program from the leaves of params and inputs to the distance of each block's ends.
+
+        A distance is 1 - the mean cosine of the streams before and after the block.
+        """
         blocks = self._unrolled_blocks, self.stacks
         return jax.jit(functools.partial(compare_streams, self.model, *blocks))
 

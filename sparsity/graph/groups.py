@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 
 from sparsity.core import trees
-from sparsity.core.checks import check_kind
+from sparsity.core.checks import check_kind, check_real_array
 from sparsity.core.names import suggest
 from sparsity.core.trees import Path
 from sparsity.graph.traced_model import Parameter
@@ -96,6 +96,18 @@ def find_matching(groups: Sequence[ChannelGroup], key: str, argument: str) -> li
         f"{argument}: {key!r} is no group of the model. Its kinds are {kinds}. "
         f"{suggest(key, names)}"
     )
+
+
+def check_importance(groups: Sequence[ChannelGroup], importance: Mapping[str, np.ndarray]) -> None:
+    """Raises a ValueError unless importance has arrays of groups, in their shapes."""
+    check_kind("importance", importance, Mapping, "a dict {group: importance of its channels}")
+    by_name = {group.name: group for group in groups}
+    for name, numbers in importance.items():
+        if name not in by_name:
+            raise ValueError(f"importance: {name!r} is no group. {suggest(str(name), by_name)}")
+        group = by_name[name]
+        shape = (group.layers, group.size) if group.layers else (group.size,)
+        check_real_array(f"importance[{name!r}]", numbers, shape)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -163,8 +163,9 @@ WRONG = {
     "update_freq": (2**31, *COUNT),
     "update_start_step": (2**31, *NATURAL),
     "updater": (None, 3, "x", ODD),
-    "by": (None, 3, "loss", ODD),
+    "by": (None, 3, "size", ODD),
     "groups": (3, "nothing", ["nothing"], [3], ODD),
+    "importance": (3, "x", {"nothing": np.ones(8)}, {"w:1": np.ones(7)}, {3: np.ones(8)}, ODD),
     "keys": (3, "nothing", ["nothing"], [3], ODD),
     "rates": (3, "x", {"hidden": 2.0}, {"nothing": 0.5}, {3: 0.5}, ODD),
     "use_avg_pooling": BOOLEAN,
@@ -371,6 +372,9 @@ def call(name, argument, value):
         arguments |= (
             {"name": "snip"} | {n: world()[n] for n in ("loss_fn", "batches")} | {argument: value}
         )
+    if name == "rank_groups":
+        valid = {"by": "taylor"} | {n: world()[n] for n in ("loss_fn", "batches")}
+        arguments |= valid | {argument: value}
     if name in ("compact", "shrink") and argument == "tx":
         arguments["opt_state"] = optax.adam(0.1).init(world()["params"])
     if name.startswith("Compact."):
