@@ -167,7 +167,7 @@ def data(example, cuts):
     return cuts.Data(config, model, params, batches, draw_tokens(3, 2, 16), tests)
 
 
-@pytest.mark.parametrize("kind", ["blocks", "hidden units", "both", "first layers"])
+@pytest.mark.parametrize("kind", ["blocks", "hidden units", "both", "spaced layers"])
 def test_a_cut_language_model_is_an_ordinary_llama_within_its_share(cuts, data, kind):
     params = cuts.cut(data, kind, 0.6)  # compares its logits with those of `small.apply`
     graph = sparsity.trace(data.model, data.dense, data.batches[0])
